@@ -1,0 +1,1 @@
+"""Tokens in, tokens out; the memory agent on top of it."""

@@ -1,0 +1,201 @@
+"""The three configurations of the engine: frozen, validated where they are made, unknown keys refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from .errors import ConfigError
+
+__all__ = ["AgentConfig", "EngineConfig", "SamplingParams", "from_mapping"]
+
+T = TypeVar("T")
+
+DTYPES = ("float32", "bfloat16", "float64")
+BACKENDS = ("auto", "cpu", "reference")
+ROPE_TYPES = ("linear", "llama3", "yarn")
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Make a configuration dataclass from a mapping (parsed JSON or YAML).
+
+    Raises ConfigError for a key that the class does not have, naming the nearest one.
+    """
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"{cls.__name__} has no key {key!r}; {hint}")
+    return cls(**values)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_int(owner: str, name: str, value: object, low: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    _require(ok, f"{owner}.{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _require_number(owner: str, name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
+    bracket = "(" if open_low else "["
+    _require(ok, f"{owner}.{name} must be a number in {bracket}{low}, {high}], got {value!r}")
+
+
+def _require_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{owner}.{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine holds a model and schedules its work.
+
+    dtype: element type of the parameters. With "bfloat16" activations and sums stay float32.
+    kv_dtype: element type of the KV pages; None means that of the activations.
+    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an error.
+    page_size: token slots per page.
+    kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
+    kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
+    max_step_tokens: most tokens that one step computes, over all sequences.
+    max_sequences: most sequences that run at once; the others wait.
+    max_context: window in tokens (prompt + response); None means the model's own.
+    rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the model's.
+    threads: CPU threads for torch and the kernels (process-wide, as torch's setting is); None leaves torch's choice.
+    """
+
+    dtype: str = "float32"
+    kv_dtype: str | None = None
+    backend: str = "auto"
+    page_size: int = 16
+    kv_bytes: int | None = None
+    kv_share: float = 0.3
+    max_step_tokens: int = 2048
+    max_sequences: int = 64
+    max_context: int | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_choice("EngineConfig", "dtype", self.dtype, DTYPES)
+        if self.kv_dtype is not None:
+            _require_choice("EngineConfig", "kv_dtype", self.kv_dtype, DTYPES)
+        _require_choice("EngineConfig", "backend", self.backend, BACKENDS)
+        _require_number("EngineConfig", "kv_share", self.kv_share, 0.0, 1.0, open_low=True)
+        for name in ("page_size", "max_step_tokens", "max_sequences"):
+            _require_int("EngineConfig", name, getattr(self, name), 1)
+        for name in ("kv_bytes", "max_context", "threads"):
+            if getattr(self, name) is not None:
+                _require_int("EngineConfig", name, getattr(self, name), 1)
+        if self.rope_scaling is not None:
+            kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type"))
+            _require_choice("EngineConfig", "rope_scaling['rope_type']", kind, (*ROPE_TYPES, "default"))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one response are drawn.
+
+    Filters apply in this order: penalties and bias, min_tokens, temperature, top_k, top_p, min_p.
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    repetition_penalty: divides positive and multiplies negative logits of ids seen in prompt or response (CTRL, arXiv 1909.05858).
+    presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for ids of the response.
+    logit_bias: added to the logits of the ids named.
+    stop: strings that end the response; the text is cut before the first of them. stop_ids: token ids that end it, as EOS does.
+    min_tokens: EOS and stop ids cannot be drawn before this many tokens; stop strings are not looked for.
+    ignore_eos: EOS is a token like any other.
+    seed: with the sample index, the turn index and the index in the response it fixes each random number.
+    top_logprobs: how many of the likeliest tokens to report per position, 0 for none.
+    prompt_logprobs: report the log-probability of each prompt token (raw logits); such a prompt is never taken from the cache.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    seed: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    LARGEST_TOP_LOGPROBS: ClassVar[int] = 1024
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        owner = "SamplingParams"
+        _require_number(owner, "temperature", self.temperature, 0.0, 100.0)
+        _require_number(owner, "top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _require_number(owner, "min_p", self.min_p, 0.0, 1.0)
+        _require_number(owner, "repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _require_number(owner, "presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _require_number(owner, "frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name in ("top_k", "min_tokens", "top_logprobs"):
+            _require_int(owner, name, getattr(self, name), 0)
+        _require_int(owner, "max_tokens", self.max_tokens, 1)
+        _require_int(owner, "seed", self.seed, 0)
+        _require(self.seed < 2**64, f"{owner}.seed must be below 2**64, got {self.seed}")
+        _require(
+            self.min_tokens <= self.max_tokens,
+            f"{owner}.min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+        )
+        _require(
+            self.top_logprobs <= self.LARGEST_TOP_LOGPROBS,
+            f"{owner}.top_logprobs must be at most {self.LARGEST_TOP_LOGPROBS}, got {self.top_logprobs}",
+        )
+        for text in self.stop:
+            _require(isinstance(text, str) and text != "", f"{owner}.stop must hold non-empty strings, got {text!r}")
+        for token in (*self.stop_ids, *self.logit_bias):
+            _require_int(owner, "stop_ids and logit_bias keys", token, 0)
+        for token, bias in self.logit_bias.items():
+            _require_number(owner, f"logit_bias[{token}]", bias, -1e4, 1e4)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """How a memory agent reads (defaults: MemAgent, arXiv 2507.02259).
+
+    chunk_tokens, memory_tokens, answer_tokens: tokens read per turn, and the limits of a memory and of the answer.
+    template: name of a template in templates.py. final_form: how the last turn asks for the answer.
+    sampling: drawn for every turn; its max_tokens is replaced by memory_tokens or answer_tokens.
+    strip_thinking: a memory is what follows the last </think>, matched on token ids.
+    keep_turns: keep every turn's ids and text in the Reading; without it only counters stay in memory.
+    """
+
+    chunk_tokens: int = 5000
+    memory_tokens: int = 1024
+    answer_tokens: int = 1024
+    template: str = "memory_first"
+    final_form: str = "boxed"
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7, top_p=0.95))
+    strip_thinking: bool = False
+    keep_turns: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "memory_tokens", "answer_tokens"):
+            _require_int("AgentConfig", name, getattr(self, name), 1)
+        for name in ("template", "final_form"):
+            value = getattr(self, name)
+            _require(isinstance(value, str) and value != "", f"AgentConfig.{name} must be a name, got {value!r}")
+        _require(
+            isinstance(self.sampling, SamplingParams), f"AgentConfig.sampling must be SamplingParams, got {self.sampling!r}"
+        )

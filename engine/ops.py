@@ -1,0 +1,93 @@
+"""Every op of the decoder once: its signature, its shape contract, and the choice of the backend that runs it.
+
+A backend is a module with functions of these names: `reference` (plain torch, the specification) and `cpu` (C++ kernels).
+A backend may lack an op or a dtype; `select` fills the gap from the next one, so kernels can take their places one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import cpu, reference
+from .errors import ConfigError
+
+__all__ = ["Ops", "Spans", "select"]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which rows of a ragged batch belong to which sequence, and where each sequence's keys and values lie.
+
+    query_start: int32 [spans + 1]; rows query_start[i] .. query_start[i + 1] belong to span i.
+    kv_length: int32 [spans]; tokens of the sequence up to and including the span's last row.
+    pages: int32 [spans, most pages]; page numbers in order, the unused rest of a row is 0.
+    A row of span i stands at position kv_length[i] - (query_start[i + 1] - row) and sees positions up to its own.
+    """
+
+    query_start: Tensor
+    kv_length: Tensor
+    pages: Tensor
+
+
+class Ops(Protocol):
+    """What the decoder asks of a backend. T rows of tokens; x is float32 (float64 with float64 parameters)."""
+
+    def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """int64 [T], [vocabulary, hidden] -> [T, hidden] of `dtype`, the activations' type."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, in], [out, in], [out] -> [T, out] = x W^T + b, accumulated in x's dtype."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., n], [n] -> x / sqrt(mean(x^2) + eps) * weight over the last axis (RMSNorm, arXiv 1910.07467, eq. 4)."""
+
+    def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, heads, head_dim], int64 [T], tables [window, head_dim / 2] -> x turned by its position's angles.
+
+        Halves are paired as (i, i + head_dim / 2) (RoFormer, arXiv 2104.09864, eq. 34, in the layout of Llama checkpoints).
+        """
+
+    def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+        """[T, kv_heads, head_dim] twice into pages [pages, kv_heads, page_size, head_dim] at int64 [T] slots.
+
+        slot = page * page_size + offset. Casts to the pages' dtype.
+        """
+
+    def paged_attention(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+        """[T, heads, head_dim] over the spans' pages -> [T, heads, head_dim]; causal; query head h reads kv head h // group."""
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[T, n] twice -> gate * sigmoid(gate) * up (SwiGLU, arXiv 2002.05202, eq. 6)."""
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """[R, vocabulary] -> [R], the logarithm of the sum of exponentials of each row."""
+
+
+OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_"))
+
+
+class _Selected:
+    """One function per op, each from the first backend that has it."""
+
+    def __init__(self, functions: dict[str, object]) -> None:
+        self.__dict__.update(functions)
+
+
+def select(backend: str, parameters: torch.dtype) -> Ops:
+    """Choose the function of every op for parameters of dtype `parameters` (float32, bfloat16 or float64).
+
+    backend: "reference", "cpu" or "auto" (cpu where it can, reference for the rest).
+    Raises ConfigError when "cpu" was asked for and the extension is missing or cannot run that dtype.
+    """
+    chosen = {name: getattr(reference, name) for name in OP_NAMES}
+    if backend != "reference":
+        reason = cpu.unavailable(parameters)
+        if reason is None:
+            chosen.update({name: getattr(cpu, name) for name in OP_NAMES if hasattr(cpu, name)})
+        elif backend == "cpu":
+            raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
+    return _Selected(chosen)  # type: ignore[return-value]

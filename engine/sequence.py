@@ -1,0 +1,126 @@
+"""Segment, Sequence and Completion: token ids with their pages and sampling state. Nothing here knows of documents."""
+
+from __future__ import annotations
+
+import enum
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .config import SamplingParams
+
+__all__ = ["Completion", "Counters", "Segment", "Sequence", "Status", "TokenLogprob"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A named piece of a prompt: "head", "problem", "memory", "chunk", "tail" and the like. ids: int32 token ids."""
+
+    name: str
+    ids: array[int]
+
+
+class Status(enum.Enum):
+    """Where a sequence stands. WAITING may hold no pages; RUNNING may; FINISHED never does."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One of the likeliest tokens at a position, with its log-probability in nats."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass
+class Counters:
+    """What a response cost.
+
+    prompt_tokens: length of the prompt. cached_tokens: of those, taken from resident pages at the first admission.
+    prefilled_tokens: prompt tokens computed. recomputed_tokens: tokens computed a second time after preemption.
+    decode_steps: steps that computed a token of the response. preemptions: how often its pages were taken away.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    recomputed_tokens: int = 0
+    decode_steps: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished response.
+
+    text: decoded without special tokens, cut before a stop string. token_ids: every id drawn, the ending one included.
+    finish_reason: "stop" (EOS, stop id, stop string), "length" (max_tokens or window) or "abort".
+    logprobs: per token, log-softmax of logits / temperature (of the logits at temperature 0), before all filters, in nats.
+    top_logprobs: per token the likeliest ones, if asked for. prompt_logprobs: per prompt token from the raw logits, the first
+    one None, if asked for. seconds: from `add` to the end.
+    """
+
+    text: str
+    token_ids: array[int]
+    finish_reason: str
+    logprobs: list[float]
+    top_logprobs: list[list[TokenLogprob]] | None
+    prompt_logprobs: list[float | None] | None
+    counters: Counters
+    seconds: float
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence of tokens being computed. `tokens` = prompt then response; made by Engine.add, changed by the scheduler.
+
+        0 ............ computed ............ len(tokens)
+        KV in `pages`  |  still to compute
+
+    is_open: the prompt may still grow (Engine.extend); nothing is sampled before it is closed.
+    sample, turn: with the seed they key the random stream.
+    chain: the prefix index's node of each full page of `pages` that the index holds, in order.
+    """
+
+    id: int
+    tokens: array[int]
+    params: SamplingParams
+    sample: int = 0
+    turn: int = 0
+    is_open: bool = False
+    prompt_length: int = 0
+    computed: int = 0
+    furthest: int = 0
+    pages: list[int] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def response(self) -> array[int]:
+        """The ids drawn so far, int32."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def append_prompt(self, ids: Iterable[int]) -> None:
+        """Let the prompt of an open sequence grow."""
+        self.tokens.extend(ids)
+        self.prompt_length = len(self.tokens)
+        self.counters.prompt_tokens = self.prompt_length
