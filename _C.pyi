@@ -1,0 +1,14 @@
+"""Types of the compiled extension. Tensors travel as addresses; engine/cpu.py makes the checks."""
+
+class CpuKernels:
+    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", or "best" for what this machine runs fastest.
+
+    Raises ValueError for one that this machine lacks.
+    """
+
+    def __init__(self, isa: str) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    def rms_norm(
+        self, x: int, weight: int, weight_bf16: bool, out: int, rows: int, n: int, x_stride: int, eps: float, /
+    ) -> None: ...

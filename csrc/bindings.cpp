@@ -1,0 +1,46 @@
+// The Python module palimpsest._C: addresses and sizes in, nothing out. Checks are made in engine/cpu.py.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cpu/kernels.h"
+
+namespace py = pybind11;
+using palimpsest::cpu::Index;
+using Address = std::uintptr_t;
+
+namespace {
+
+const float* floats(Address address) { return reinterpret_cast<const float*>(address); }
+float* floats_out(Address address) { return reinterpret_cast<float*>(address); }
+const void* bytes(Address address) { return reinterpret_cast<const void*>(address); }
+
+// One instruction set's kernels. Every call releases the GIL.
+class CpuKernels {
+  public:
+    explicit CpuKernels(const std::string& isa)
+        : table_(isa == "best" ? &palimpsest::cpu::best_kernels() : palimpsest::cpu::find_kernels(isa.c_str())) {
+        if (table_ == nullptr) throw std::invalid_argument("this machine cannot run the kernels for '" + isa + "'");
+    }
+
+    const char* isa() const { return table_->isa; }
+
+    void rms_norm(Address x, Address weight, bool weight_bf16, Address out, Index rows, Index n, Index x_stride,
+                  float eps) const {
+        table_->rms_norm(floats(x), bytes(weight), weight_bf16, floats_out(out), rows, n, x_stride, eps);
+    }
+
+  private:
+    const palimpsest::cpu::Kernels* table_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    using Release = py::call_guard<py::gil_scoped_release>;
+    py::class_<CpuKernels>(m, "CpuKernels")
+        .def(py::init<const std::string&>(), py::arg("isa"))
+        .def_property_readonly("isa", &CpuKernels::isa)
+        .def("rms_norm", &CpuKernels::rms_norm, Release());
+}

@@ -1,0 +1,27 @@
+// The table of CPU kernels, compiled once per instruction set. Plain pointers: torch is not known here.
+//
+// Exactness: every output element is reduced in one order, written in the comment of its kernel, that depends on
+// neither the number of rows, nor threads, nor the instruction set. Vectors are 16 floats wide everywhere (vec.h).
+#pragma once
+
+#include <cstdint>
+
+namespace palimpsest::cpu {
+
+using Index = std::int64_t;
+
+struct Kernels {
+    const char* isa;
+
+    // out[r][i] = x[r][i] / sqrt(mean(x[r]^2) + eps) * weight[i]; x rows lie x_stride floats apart, out is dense.
+    void (*rms_norm)(const float* x, const void* weight, bool weight_bf16, float* out, Index rows, Index n,
+                     Index x_stride, float eps);
+};
+
+// The table for "scalar", "avx2" or "avx512"; nullptr when this machine or this build lacks it.
+const Kernels* find_kernels(const char* isa);
+
+// The fastest table that this machine runs.
+const Kernels& best_kernels();
+
+}  // namespace palimpsest::cpu

@@ -1,0 +1,3 @@
+#define PALIMPSEST_ISA scalar
+#define PALIMPSEST_TABLE scalar_kernels
+#include "table.h"

@@ -1,0 +1,127 @@
+// F16: sixteen floats with one set of operations on every instruction set, so that a kernel is written once and gives
+// the same bits on all of them: one AVX-512 register, two AVX2 registers, or an array. Included by one .cpp per
+// instruction set, inside its own namespace (PALIMPSEST_ISA), so that the linker never mixes them up.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace palimpsest::cpu::PALIMPSEST_ISA {
+
+constexpr Index kWidth = 16;
+
+struct BFloat16 {
+    std::uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+    std::uint32_t bits = std::uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+#if defined(__AVX512F__)
+
+struct F16 {
+    __m512 v;
+    static F16 zero() { return {_mm512_setzero_ps()}; }
+    static F16 set(float x) { return {_mm512_set1_ps(x)}; }
+    static F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static F16 load(const BFloat16* p) {
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+    }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+};
+inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+#elif defined(__AVX2__)
+
+struct F16 {
+    __m256 lo, hi;
+    static F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static F16 set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+    static F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    static F16 load(const BFloat16* p) {
+        auto widen = [](const BFloat16* q) {
+            __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
+            return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+        };
+        return {widen(p), widen(p + 8)};
+    }
+    void store(float* p) const {
+        _mm256_storeu_ps(p, lo);
+        _mm256_storeu_ps(p + 8, hi);
+    }
+};
+inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+
+#else
+
+struct F16 {
+    float v[kWidth];
+    template <class Function>
+    static F16 make(Function function) {
+        F16 result;
+        for (int i = 0; i < kWidth; i++) result.v[i] = function(i);
+        return result;
+    }
+    static F16 zero() { return set(0.0f); }
+    static F16 set(float x) {
+        return make([&](int) { return x; });
+    }
+    template <class T>
+    static F16 load(const T* p) {
+        return make([&](int i) { return to_float(p[i]); });
+    }
+    void store(float* p) const { std::memcpy(p, v, sizeof v); }
+};
+inline F16 operator+(const F16& a, const F16& b) {
+    return F16::make([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline F16 operator*(const F16& a, const F16& b) {
+    return F16::make([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline F16 fma(const F16& a, const F16& b, const F16& c) {
+    return F16::make([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
+
+#endif
+
+// The first n (< 16) elements at p, the rest 0.
+template <class T>
+inline F16 load_first(const T* p, Index n) {
+    float lanes[kWidth] = {};
+    for (Index i = 0; i < n; i++) lanes[i] = to_float(p[i]);
+    return F16::load(lanes);
+}
+
+inline void store_first(F16 x, float* p, Index n) {
+    float lanes[kWidth];
+    x.store(lanes);
+    std::memcpy(p, lanes, n * sizeof(float));
+}
+
+// The sum of the lanes, by halving: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+inline float sum(F16 x) {
+    float lanes[kWidth];
+    x.store(lanes);
+    for (int half = kWidth / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+}  // namespace palimpsest::cpu::PALIMPSEST_ISA

@@ -1,0 +1,59 @@
+"""The ops of `ops.Ops` that have a C++ kernel: checks, then a call with raw addresses. csrc/cpu says how each is exact.
+
+Parameters are float32 or bfloat16 in the checkpoint's layout, read in place; activations are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    from .. import _C
+except ImportError:  # an installation without a compiler: `ops.select` falls back to plain torch
+    BUILT = False
+else:
+    BUILT = True
+    _kernels = _C.CpuKernels("best")
+
+__all__ = ["rms_norm", "unavailable"]
+
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run a model with parameters of `dtype`; None when they can."""
+    if not BUILT:
+        return "the extension palimpsest._C is not built (run `make build`)"
+    if dtype not in PARAMETER_DTYPES:
+        return f"the kernels take float32 and bfloat16 parameters, not {dtype}"
+    return None
+
+
+def _check(condition: bool, op: str, *tensors: Tensor) -> None:
+    """These are the engine's own mistakes, not a user's: a kernel must never read beyond a tensor."""
+    if not condition:
+        given = ", ".join(f"{tuple(t.shape)} {t.dtype} strides {t.stride()} on {t.device}" for t in tensors)
+        raise ValueError(f"cpu.{op} does not take {given}")
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Float32 on the CPU and dense along the last axis."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and (x.stride(-1) == 1 or x.shape[-1] <= 1)
+
+
+def _is_parameter(weight: Tensor) -> bool:
+    return weight.dtype in PARAMETER_DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """float32 [..., n], [n] -> float32 [..., n] dense. Raises ValueError for other dtypes, devices or shapes."""
+    n = x.shape[-1]
+    _check(_is_rows(x) and _is_parameter(weight) and weight.shape == (n,), "rms_norm", x, weight)
+    rows = x.reshape(-1, n)
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _kernels.rms_norm(
+        *(rows.data_ptr(), weight.data_ptr(), weight.dtype == torch.bfloat16, out.data_ptr()),
+        *(rows.shape[0], n, rows.stride(0), eps),
+    )
+    return out
