@@ -1,0 +1,204 @@
+"""Checkpoint: a model's configuration and parameters, loaded from a Hugging Face folder or a GGUF file, and saved again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .model_config import ModelConfig, parameter_shapes
+from .tensor_files import StoredTensor, find_tensors, write_tensors
+
+__all__ = ["Checkpoint", "load", "new_folder", "read_json", "save", "write_json"]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded model.
+
+    parameters: Hugging Face name -> tensor, each in writable storage of its own; exactly `parameter_shapes(config)`.
+    folder: the Hugging Face folder that holds the tokenizer's files. source: the path as it was given.
+    """
+
+    config: ModelConfig
+    parameters: dict[str, Tensor]
+    folder: Path
+    source: Path
+
+
+def load(path: str | Path, dtype: torch.dtype) -> Checkpoint:
+    """Load a Hugging Face folder, or a .gguf file through its converted folder, with parameters of `dtype`.
+
+    At most one tensor is held twice, and none when the file's type is `dtype`.
+    Raises CheckpointError, naming the file or tensor, for anything missing, superfluous, mis-shaped or damaged.
+    """
+    source = Path(path)
+    if source.is_file():
+        from .gguf import converted_folder  # here, since it imports this module to write the folder
+
+        folder = converted_folder(source)
+    elif source.is_dir():
+        folder = source
+    else:
+        raise CheckpointError(f"{source} does not exist; give a Hugging Face model folder or a .gguf file")
+    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    stored = find_tensors(folder)
+    shapes = parameter_shapes(config)
+    _check_names(folder, config, stored, shapes)
+    parameters = {name: _read(stored[name], shape, dtype) for name, shape in shapes.items()}
+    if config.tie_embeddings and HEAD in stored:
+        _check_tied(stored[HEAD], parameters[EMBEDDING])
+    return Checkpoint(config, parameters, folder, source)
+
+
+def save(
+    folder: str | Path, config: ModelConfig, parameters: Mapping[str, Tensor], tokenizer_folder: str | Path
+) -> None:
+    """Write a Hugging Face folder that `transformers` and `load` read back bit for bit, in the parameters' own dtype.
+
+    tokenizer_folder: where the tokenizer's files, generation_config.json and the special ids of config.json come from.
+    The folder appears complete or not at all. Raises CheckpointError when it exists and is not empty, or when the
+    parameters are not those of `config`.
+    """
+    shapes = parameter_shapes(config)
+    for name in sorted(shapes.keys() ^ parameters.keys()):
+        what = "is missing" if name in shapes else "does not belong to this configuration"
+        raise CheckpointError(f"parameter {name!r} {what}; save exactly the names of parameter_shapes(config)")
+    dtype = parameters[EMBEDDING].dtype
+    for name, shape in shapes.items():
+        given = parameters[name]
+        if (tuple(given.shape), given.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"parameter {name!r} is {given.dtype} {tuple(given.shape)}; it must be {dtype} {shape}: "
+                "save the parameters of one model in one dtype"
+            )
+    origin = Path(tokenizer_folder)
+    special = _special_ids(origin)
+    with new_folder(Path(folder)) as place:
+        write_json(place / "config.json", config.to_hf() | special | {"torch_dtype": str(dtype).removeprefix("torch.")})
+        write_tensors(place, shapes, dtype, parameters.__getitem__)
+        for name in COPIED:
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, place / name)
+        if not (place / "generation_config.json").exists():
+            write_json(place / "generation_config.json", special)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when the block ends well and vanishes when it does not.
+
+    Its content is on disk before it gets its name. Raises CheckpointError when `target` exists and is not empty.
+    """
+    _require_free(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    place = target.parent / f".{target.name}.{os.getpid()}.partial"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        yield place
+        for file in (*place.iterdir(), place):
+            _flush(file)
+        _require_free(target)
+        place.rename(target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _require_free(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder; name a new one, or remove it first")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError when it is absent or damaged."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is absent; give a Hugging Face model folder or a .gguf file") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); copy or download it again") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}; copy or download it again")
+    return values
+
+
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Write an object as JSON text."""
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _special_ids(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    values = read_json(file) if file.is_file() else {}
+    return {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
+
+
+def _check_names(
+    folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name in shapes:
+        if name not in stored:
+            hint = (
+                " (if its embeddings are tied, set tie_word_embeddings to true in config.json)" if name == HEAD else ""
+            )
+            raise CheckpointError(f"tensor {name!r} is missing in {folder}; copy or download the folder again{hint}")
+    for name in stored:
+        # Buffers that old versions of transformers saved; the model computes them itself.
+        harmless = name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_embeddings)
+        if name not in shapes and not harmless:
+            raise CheckpointError(
+                f"tensor {name!r} in {stored[name].file} is not part of a {config.model_type} model with this config.json; "
+                "check that weights and config.json belong together"
+            )
+
+
+def _read(tensor: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"tensor {tensor.name!r} in {tensor.file} has shape {tensor.shape}, config.json asks for {shape}; "
+            "check that weights and config.json belong together"
+        )
+    return tensor.read(dtype)
+
+
+def _check_tied(head: StoredTensor, embedding: Tensor) -> None:
+    """A head stored beside a tied embedding must be that embedding, or a choice would be made silently."""
+    if not torch.equal(_read(head, tuple(embedding.shape), embedding.dtype), embedding):
+        raise CheckpointError(
+            f"{head.file} has a {HEAD!r} that differs from {EMBEDDING!r}, but config.json says that they are tied; "
+            "set tie_word_embeddings to false in config.json if the head is its own"
+        )
