@@ -1,8 +1,9 @@
-"""From logits to tokens: penalties, temperature, top-k, top-p, min-p, log-probabilities; and the random numbers behind them.
+"""From logits to tokens: penalties, temperature, top-k, top-p, min-p, log-probabilities, and the random numbers.
 
-Random numbers. Nothing here has a state: the noise of vocabulary id v for one row is a pure function of five whole numbers.
+Random numbers. Nothing here has a state: the noise of vocabulary id v in one row is a function of five whole numbers.
 
-    mix(x)   = the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), all arithmetic modulo 2**64, shifts logical:
+    mix(x)   = the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; constants of Vigna's splitmix64.c),
+               arithmetic modulo 2**64, shifts logical:
                x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9;  x ^= x >> 27;  x *= 0x94D049BB133111EB;  x ^= x >> 31
     GAMMA    = 0x9E3779B97F4A7C15
     key      = 0;  for n in (seed, sample, turn, index):  key = mix(key + GAMMA + n)
@@ -10,9 +11,9 @@ Random numbers. Nothing here has a state: the noise of vocabulary id v for one r
     u(v)     = ((bits(v) >> 12) + 0.5) * 2**-52       float64, exact, within [2**-53, 1 - 2**-53]
     noise(v) = -log(-log(u(v)))                       float64, standard Gumbel
 
-The token is the id with the largest z[v] + noise(v) in float64 (ties to the lowest id), where z is what the filters leave of
-the logits: that is one exact draw from softmax(z) (Gumbel-max; Maddison et al., arXiv 1411.0030). Since the noise belongs to the
-id, it is computed for the ids that survive only, and no row's token depends on the rows beside it.
+The token is the id with the largest z[v] + noise(v) in float64 (ties to the lowest id), where z is what the filters leave
+of the logits: one exact draw from softmax(z) (Gumbel-max; Maddison et al., arXiv 1411.0030). Since the noise belongs to
+the id, it is computed for the surviving ids only, and no row's token depends on the rows beside it.
 
 Order. Wherever ids are ranked, the larger logit comes first and of equal ones the lower id; top_k keeps exactly k ids.
 """
@@ -48,7 +49,7 @@ BLOCK = 2**18  # elements of noise made at once: the temporaries stay in the cac
 class SampleRow:
     """What one row of logits needs to become a token.
 
-    sample, turn, index: with params.seed they key the random stream; index is the number of tokens drawn before this one.
+    sample, turn, index: with params.seed they key the random stream; index is the number of tokens drawn before it.
     prompt_ids, response_ids: int32, read by the penalties only. eos_ids: the model's end tokens.
     """
 
@@ -63,7 +64,11 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A drawn token. logprob, top: log-softmax of logits / temperature (of the logits at temperature 0), before all filters."""
+    """A drawn token.
+
+    logprob: log-softmax of logits / temperature (of the logits at temperature 0) before all filters, in nats.
+    top: the likeliest tokens by the same measure, falling.
+    """
 
     token_id: int
     logprob: float
@@ -118,7 +123,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], ops: Ops) -> list[Sampled]
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, ops: Ops) -> list[float]:
-    """Log-softmax of raw logits [R, vocabulary] at targets (int64 [R]), in nats. Raises RequestError for logits with NaN."""
+    """Log-softmax of raw logits [R, vocabulary] at targets (int64 [R]), in nats. Raises RequestError for NaN logits."""
     totals = ops.log_sum_exp(logits)
     _require_finite(totals, "the logits of a prompt token hold NaN or infinity: check the checkpoint")
     values: list[float] = (logits.gather(1, targets.unsqueeze(1)).squeeze(1) - totals).tolist()
@@ -134,7 +139,7 @@ def stream_key(seed: int, sample: int, turn: int, index: int) -> int:
 
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """The noise of vocabulary `ids` (int64, any shape) under `keys` (int64 holding 64 bits, broadcast against ids): float64."""
+    """The noise (float64) of vocabulary `ids` under `keys`: int64 of shapes that broadcast; a key's 64 bits as they are."""
     x = keys + (ids + 1) * _signed(GAMMA)
     x = (x ^ _shift_right(x, 30)) * _signed(MULTIPLIERS[0])
     x = (x ^ _shift_right(x, 27)) * _signed(MULTIPLIERS[1])
@@ -229,8 +234,8 @@ def _draw_plain(scaled: Tensor, rows: Sequence[SampleRow], plain: list[int], tok
 def _kept(z: Tensor, params: SamplingParams, ops: Ops) -> Tensor:
     """The ids (int64, rising) that top_k, then top_p, then min_p leave of logits z [vocabulary].
 
-    Each filter keeps a head of the ranking, the next one looks at the distribution that is left. top_p: the fewest ids whose
-    mass reaches it (arXiv 1904.09751). min_p: ids at least min_p times as likely as the likeliest (arXiv 2407.01082).
+    Each filter keeps a head of the ranking, the next one looks at the distribution that is left. top_p: the fewest ids
+    whose mass reaches it (arXiv 1904.09751). min_p: ids at least min_p times as likely as the likeliest (2407.01082).
     Only as much of the ranking is made as is needed to see where it is cut.
     """
     width = params.top_k or min(FIRST_RANKED, len(z))
@@ -251,7 +256,7 @@ def _kept(z: Tensor, params: SamplingParams, ops: Ops) -> Tensor:
 
 
 def _ranked(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest of z [vocabulary], falling, and their ids; equal ones by rising id (which topk does not promise)."""
+    """The `width` largest of z [vocabulary], falling, and their ids: of equals the lower first, which topk leaves open."""
     floor = z.topk(width, sorted=False).values.min()
     ids = (z >= floor).nonzero().squeeze(1)
     values, order = z[ids].sort(descending=True, stable=True)
