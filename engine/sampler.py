@@ -11,9 +11,9 @@ Random numbers. Nothing here has a state: the noise of vocabulary id v in one ro
     u(v)     = ((bits(v) >> 12) + 0.5) * 2**-52       float64, exact, within [2**-53, 1 - 2**-53]
     noise(v) = -log(-log(u(v)))                       float64, standard Gumbel
 
-The token is the id with the largest z[v] + noise(v) in float64 (ties to the lowest id), where z is what the filters leave
-of the logits: one exact draw from softmax(z) (Gumbel-max; Maddison et al., arXiv 1411.0030). Since the noise belongs to
-the id, it is computed for the surviving ids only, and no row's token depends on the rows beside it.
+The token is the id with the largest z[v] + noise(v) in float64 (ties to the lowest id), where z is what the filters
+leave of the logits: one exact draw from softmax(z) (Gumbel-max; Maddison et al., arXiv 1411.0030). The noise belongs to
+the id, so it is computed for the surviving ids only, and no row's token depends on the rows beside it.
 
 Order. Wherever ids are ranked, the larger logit comes first and of equal ones the lower id; top_k keeps exactly k ids.
 """
@@ -139,7 +139,7 @@ def stream_key(seed: int, sample: int, turn: int, index: int) -> int:
 
 
 def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """The noise (float64) of vocabulary `ids` under `keys`: int64 of shapes that broadcast; a key's 64 bits as they are."""
+    """The noise (float64) of vocabulary `ids` under `keys`: int64 of shapes that broadcast, a key's 64 bits kept."""
     x = keys + (ids + 1) * _signed(GAMMA)
     x = (x ^ _shift_right(x, 30)) * _signed(MULTIPLIERS[0])
     x = (x ^ _shift_right(x, 27)) * _signed(MULTIPLIERS[1])
@@ -162,7 +162,7 @@ def _signed(x: int) -> int:
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
     """Logical shift of int64; torch's own keeps the sign."""
-    return (x >> by) & (2 ** (64 - by) - 1)
+    return torch.bitwise_and(x >> by, 2 ** (64 - by) - 1)
 
 
 def _key(row: SampleRow) -> int:
@@ -186,11 +186,11 @@ def _adjust(z: Tensor, row: SampleRow) -> Tensor:
     """Penalties, then bias, then the mask of min_tokens, written into the logits z [vocabulary] of one row."""
     p = row.params
     if p.repetition_penalty != 1.0:
-        seen = _ids(row.prompt_ids + row.response_ids, z).unique()
+        seen = torch.unique(_ids(row.prompt_ids + row.response_ids, z))
         values = z[seen]
         z[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
-        drawn, counts = _ids(row.response_ids, z).unique(return_counts=True)
+        drawn, counts = torch.unique(_ids(row.response_ids, z), return_counts=True)
         z[drawn] -= counts.to(z.dtype) * p.frequency_penalty + p.presence_penalty
     if p.logit_bias:
         z[_ids(array("i", p.logit_bias), z)] += z.new_tensor(list(p.logit_bias.values()))
@@ -256,7 +256,7 @@ def _kept(z: Tensor, params: SamplingParams, ops: Ops) -> Tensor:
 
 
 def _ranked(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest of z [vocabulary], falling, and their ids: of equals the lower first, which topk leaves open."""
+    """The `width` largest of z [vocabulary], falling, and their ids; of equals the lower first, unlike topk."""
     floor = z.topk(width, sorted=False).values.min()
     ids = (z >= floor).nonzero().squeeze(1)
     values, order = z[ids].sort(descending=True, stable=True)
