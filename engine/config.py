@@ -7,9 +7,12 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .templates import Template
 
 __all__ = ["AgentConfig", "EngineConfig", "SamplingParams", "from_mapping"]
 
@@ -92,6 +95,11 @@ class EngineConfig:
         _require_number("EngineConfig", "kv_share", self.kv_share, 0.0, 1.0, open_low=True)
         for name in ("page_size", "max_step_tokens", "max_sequences"):
             _require_int("EngineConfig", name, getattr(self, name), 1)
+        _require(
+            self.max_sequences <= self.max_step_tokens,
+            f"EngineConfig.max_sequences ({self.max_sequences}) must not exceed max_step_tokens ({self.max_step_tokens}): "
+            "each running sequence computes at least one token a step",
+        )
         for name in ("kv_bytes", "max_context", "threads"):
             if getattr(self, name) is not None:
                 _require_int("EngineConfig", name, getattr(self, name), 1)
@@ -175,7 +183,8 @@ class AgentConfig:
     """How a memory agent reads (defaults: MemAgent, arXiv 2507.02259).
 
     chunk_tokens, memory_tokens, answer_tokens: tokens read per turn, and the limits of a memory and of the answer.
-    template: name of a template in templates.py. final_form: how the last turn asks for the answer.
+    template: how a turn asks for a memory; a name from templates.TEMPLATES or a Template.
+    final_form: how the last turn asks for the answer; a name from templates.FINAL_FORMS or a Template.
     sampling: drawn for every turn; its max_tokens is replaced by memory_tokens or answer_tokens.
     strip_thinking: a memory is what follows the last </think>, matched on token ids.
     keep_turns: keep every turn's ids and text in the Reading; without it only counters stay in memory.
@@ -184,8 +193,8 @@ class AgentConfig:
     chunk_tokens: int = 5000
     memory_tokens: int = 1024
     answer_tokens: int = 1024
-    template: str = "memory_first"
-    final_form: str = "boxed"
+    template: str | Template = "memory_first"
+    final_form: str | Template = "boxed"
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7, top_p=0.95))
     strip_thinking: bool = False
     keep_turns: bool = True
@@ -193,9 +202,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "memory_tokens", "answer_tokens"):
             _require_int("AgentConfig", name, getattr(self, name), 1)
-        for name in ("template", "final_form"):
-            value = getattr(self, name)
-            _require(isinstance(value, str) and value != "", f"AgentConfig.{name} must be a name, got {value!r}")
         _require(
-            isinstance(self.sampling, SamplingParams), f"AgentConfig.sampling must be SamplingParams, got {self.sampling!r}"
+            isinstance(self.sampling, SamplingParams),
+            f"AgentConfig.sampling must be SamplingParams, got {self.sampling!r}",
         )

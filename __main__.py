@@ -1,0 +1,5 @@
+"""`python -m palimpsest`."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""The command line: parses arguments, imports the command's module when it is called, turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from .engine.config import BACKENDS, DTYPES, AgentConfig, EngineConfig
+from .engine.errors import PalimpsestError
+
+__all__ = ["build_parser", "main"]
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; -> exit code: 0, 2 after a mistake of the user (told on stderr), 130 after Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = _show_warning
+        try:
+            return _run(args)
+        except PalimpsestError as error:
+            print(f"palimpsest: {error}", file=sys.stderr)
+            return EXIT_ERROR
+        except KeyboardInterrupt:
+            print("palimpsest: interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
+    from .engine import ask
+
+    return ask.run(args)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. Abbreviated options are refused: a new one must not change what a script means."""
+    parser = argparse.ArgumentParser(prog="palimpsest", description="Memory agents: read, answer, train.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_ask(commands)
+    return parser
+
+
+def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ask = commands.add_parser(
+        "ask",
+        help="read a document and answer a question",
+        description="Read a document chunk by chunk, keep a memory, answer from it. Only the answer goes to stdout.",
+        allow_abbrev=False,
+    )
+    agent, engine = AgentConfig(), EngineConfig()
+    ask.add_argument("file", metavar="FILE", help="txt, md, html or pdf file, or - for text from stdin")
+    ask.add_argument("question")
+    ask.add_argument("--model", metavar="PATH", help="Hugging Face folder or GGUF file (the embedded model)")
+    ask.add_argument(
+        "--chunk-tokens", type=int, metavar="N", default=agent.chunk_tokens, help="tokens read per turn (%(default)s)"
+    )
+    ask.add_argument(
+        "--memory-tokens", type=int, metavar="N", default=agent.memory_tokens, help="limit of a memory (%(default)s)"
+    )
+    ask.add_argument(
+        "--answer-tokens", type=int, metavar="N", default=agent.answer_tokens, help="limit of the answer (%(default)s)"
+    )
+    ask.add_argument("--template", default=agent.template, help="memory_first or chunk_first (%(default)s)")
+    ask.add_argument("--final-form", default=agent.final_form, help="boxed, boxed_trained or therefore (%(default)s)")
+    ask.add_argument("--temperature", type=float, default=agent.sampling.temperature, help="0 is greedy (%(default)s)")
+    ask.add_argument(
+        "--top-p", type=float, default=agent.sampling.top_p, help="nucleus sampling, 1 is off (%(default)s)"
+    )
+    ask.add_argument("--seed", type=int, default=agent.sampling.seed, help="of the random numbers (%(default)s)")
+    ask.add_argument("--backend", choices=BACKENDS, default=engine.backend, help="which kernels compute (%(default)s)")
+    ask.add_argument("--dtype", choices=DTYPES, default=engine.dtype, help="of the model's parameters (%(default)s)")
+    ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
+    ask.add_argument("--strip-thinking", action="store_true", help="keep of a memory what follows </think>")
+    ask.add_argument("--json", action="store_true", help="print one JSON document instead of the answer")
+    ask.add_argument("--trace", metavar="FILE.jsonl", help="append each turn to this file as it ends")
+    ask.add_argument("--resume", action="store_true", help="go on from the trace after a crash")
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"warning: {message}", file=sys.stderr)

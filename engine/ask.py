@@ -1,0 +1,161 @@
+"""The command `palimpsest ask`: one document, one question, the answer; progress on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from .config import AgentConfig, EngineConfig, SamplingParams
+from .defaults import embedded_model_path
+from .documents import Document, file_sha256, open_document
+from .engine import Engine
+from .errors import ConfigError
+from .memory_agent import MemoryAgent
+from .reading import Event, Reading, TextProgress, TurnEnded, TurnStarted
+from .trace import traced
+
+__all__ = ["run"]
+
+TAIL_CHARACTERS = 400
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command with the arguments that cli.py parsed; -> exit code. Raises PalimpsestError."""
+    if args.resume and args.trace is None:
+        raise ConfigError("--resume needs --trace FILE, the trace to go on with")
+    console = Console(stderr=True, highlight=False, markup=False)
+    document = open_document(args.file)
+    model = args.model or embedded_model_path()
+    if args.model is None:
+        console.print(f"model: {Path(model).name}, small and not trained as a memory agent; --model names another one")
+    agent = make_agent(model, args)
+    with closing(_events(agent, document, args)) as events:
+        reading = Display(console, document).show(events)
+    if args.json:
+        print(json.dumps(_summary(agent, args, reading), ensure_ascii=False))
+    else:
+        print(_printable(reading.answer))
+    return 0
+
+
+def make_agent(model: str | Path, args: argparse.Namespace) -> MemoryAgent:
+    """An engine for one reading and the agent on it, as the arguments say."""
+    engine_config = EngineConfig(dtype=args.dtype, backend=args.backend, threads=args.threads, max_sequences=2)
+    agent_config = AgentConfig(
+        chunk_tokens=args.chunk_tokens,
+        memory_tokens=args.memory_tokens,
+        answer_tokens=args.answer_tokens,
+        template=args.template,
+        final_form=args.final_form,
+        sampling=SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed),
+        strip_thinking=args.strip_thinking,
+        keep_turns=False,
+    )
+    return MemoryAgent(Engine(model, engine_config), agent_config)
+
+
+def _events(agent: MemoryAgent, document: Document, args: argparse.Namespace) -> Generator[Event, None, None]:
+    if args.trace is None:
+        return agent.stream(document, args.question)
+    sha256 = file_sha256(args.file)
+    return traced(agent, document, args.question, args.trace, resume=args.resume, document_sha256=sha256)
+
+
+def _summary(agent: MemoryAgent, args: argparse.Namespace, reading: Reading) -> dict[str, Any]:
+    return {
+        "answer": reading.answer,
+        "memory": reading.memory,
+        "question": args.question,
+        "document": args.file,
+        "model": agent.engine.describe(),
+        "config": asdict(agent.config),
+        "counters": asdict(reading.counters),
+    }
+
+
+class Display:
+    """Shows a reading's events: a line and the memory per turn; on a terminal also a bar and the text being written."""
+
+    def __init__(self, console: Console, document: Document) -> None:
+        self._console = console
+        self._document = document
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[pace]}"), console=console
+        )
+        self._task = self._bar.add_task("reading", total=document.total, pace="")
+        self._written = Text(style="dim")
+        self._started = time.perf_counter()
+        self._first_tokens: int | None = None
+        self._reached = 0
+        self._memory = ""
+
+    def show(self, events: Generator[Event, None, None]) -> Reading:
+        """Consume the events; -> the finished reading."""
+        with Live(Group(self._bar, self._written), console=self._console, transient=True):
+            for event in events:
+                if isinstance(event, TurnStarted):
+                    self._turn_started(event)
+                elif isinstance(event, TextProgress):
+                    self._written.append(_printable(event.text))
+                    self._written.right_crop(max(0, len(self._written) - TAIL_CHARACTERS))
+                elif isinstance(event, TurnEnded):
+                    self._turn_ended(event)
+                else:
+                    return event.reading
+        raise RuntimeError("the reading ended without an answer")
+
+    def _turn_started(self, event: TurnStarted) -> None:
+        if self._first_tokens is None:
+            self._first_tokens = event.document_tokens
+            if event.index:
+                self._console.print(f"going on with turn {event.index}, {event.document_tokens:,} tokens read before")
+        self._written.plain = ""
+        self._reached = self._document.done
+        what = f"memory {event.index + 1}" if event.kind == "update" else "answer"
+        self._bar.update(self._task, description=what, total=self._document.total)
+
+    def _turn_ended(self, event: TurnEnded) -> None:
+        turn = event.turn
+        if turn.kind == "final":
+            self._console.print(f"answer: {len(turn.response_ids)} tokens, {turn.seconds:.1f} s")
+            return
+        pace = self._pace(event.document_tokens)
+        self._bar.update(self._task, completed=self._reached, pace=pace)
+        cut = ", cut at its limit" if turn.finish_reason == "length" else ""
+        self._console.print(
+            f"memory {turn.index + 1}: {len(turn.response_ids)} tokens{cut}, {turn.seconds:.1f} s; "
+            f"{event.document_tokens:,} tokens read{self._percent()}, {pace}"
+        )
+        changed = event.memory != self._memory
+        self._console.print(Text(_printable(event.memory) if changed else "(unchanged)", style="dim"))
+        self._memory = event.memory
+
+    def _percent(self) -> str:
+        total = self._document.total
+        return f" ({self._reached / total:.0%})" if total else ""
+
+    def _pace(self, tokens: int) -> str:
+        """Document tokens per second since the start and, where the document's size is known, the time left."""
+        elapsed = time.perf_counter() - self._started
+        rate = (tokens - (self._first_tokens or 0)) / elapsed
+        total = self._document.total
+        if total is None:
+            return f"{rate:,.0f} tokens/s"
+        left = tokens * (total / self._reached - 1) / rate
+        return f"{rate:,.0f} tokens/s, {int(left) // 60}:{int(left) % 60:02d} left"
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a document must not steer the terminal."""
+    return "".join(character for character in text if character.isprintable() or character in "\n\t")

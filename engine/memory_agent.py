@@ -1,0 +1,269 @@
+"""MemoryAgent: reads a document chunk by chunk, overwrites its memory after each, answers from the memory alone.
+
+The method is MemAgent (arXiv 2507.02259). `MemoryReading` is the state machine of one reading and never touches the
+engine; `MemoryAgent` drives any number of them. Another workflow is another such pair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from array import array
+from collections.abc import Collection, Generator, Iterable
+from collections.abc import Sequence as ListLike
+from typing import TYPE_CHECKING
+
+from .config import AgentConfig, SamplingParams
+from .errors import ConfigError, RequestError
+from .reading import (
+    Answered,
+    Event,
+    Reading,
+    ReadingCounters,
+    Request,
+    TextProgress,
+    Turn,
+    TurnEnded,
+    TurnStarted,
+    cut_chunks,
+)
+from .sequence import Sequence
+from .templates import FIRST_MEMORY, Slot, TokenTemplate, find_final, find_update
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .tokenizer import Tokenizer
+
+__all__ = ["MemoryAgent", "MemoryReading", "Reading", "Turn", "memory_ids"]
+
+THINK_END = "</think>"
+
+
+class MemoryReading:
+    """One reading as a state machine: `next` says what to ask, `record` takes the turn that came of it.
+
+    memory: int32 ids of the memory that holds now. counters: what it cost so far. chunk_tokens: tokens read per turn.
+    """
+
+    def __init__(self, agent: MemoryAgent, document: str | Iterable[str], question: str) -> None:
+        """Made by MemoryAgent.open, which documents the errors."""
+        self._agent = agent
+        self._question = agent.tokenizer.encode(question)
+        self.chunk_tokens = agent.chunk_size(len(self._question))
+        pieces = [document] if isinstance(document, str) else document
+        self._chunks = cut_chunks(agent.tokenizer.encode_pieces(pieces), self.chunk_tokens)
+        self._chunk = array("i")
+        self._turns: list[Turn] = []
+        self._answer: str | None = None
+        self.memory = agent.first_memory
+        self.counters = ReadingCounters()
+
+    def next(self) -> Request | None:
+        """The next turn's request, or None once the answer is there. Pulls one chunk; call it once per turn."""
+        if self._answer is not None:
+            return None
+        agent, index = self._agent, self.counters.turns
+        self._chunk = next(self._chunks, array("i"))
+        values = {Slot.PROBLEM: self._question, Slot.MEMORY: self.memory, Slot.CHUNK: self._chunk}
+        if self._chunk:
+            return Request("update", index, agent.update_prompt.fill(values), agent.update_params)
+        return Request("final", index, agent.final_prompt.fill(values), agent.final_params)
+
+    def record(self, turn: Turn) -> None:
+        """Go on with the turn that `next` asked for: its response becomes the memory, or the answer."""
+        self.counters.add(turn)
+        if self._agent.config.keep_turns:
+            self._turns.append(turn)
+        if turn.kind == "final":
+            self._answer = turn.text
+            return
+        self.memory = memory_ids(turn, self._agent.update_params, self._agent.tokenizer, self._agent.think_end)
+        self.counters.document_tokens += len(self._chunk)
+        self.counters.truncated_memories += turn.finish_reason == "length"
+        self.counters.empty_memories += not self.memory
+
+    @property
+    def memory_text(self) -> str:
+        return self._agent.tokenizer.decode(self.memory)
+
+    @property
+    def result(self) -> Reading | None:
+        """The finished reading, or None while there are turns to take."""
+        if self._answer is None:
+            return None
+        return Reading(self._answer, self.memory_text, self._turns, self.counters)
+
+    def started(self, request: Request) -> TurnStarted:
+        prompt_tokens = sum(len(segment.ids) for segment in request.segments)
+        return TurnStarted(request.kind, request.index, prompt_tokens, len(self._chunk), self.counters.document_tokens)
+
+
+class MemoryAgent:
+    """Reads documents with an engine, one memory-overwriting turn per chunk.
+
+        agent = MemoryAgent(engine, AgentConfig(chunk_tokens=5000))
+        reading = agent.read(document, "Who built the lighthouse?")
+
+    An engine serves one driver at a time: finish or close a stream before the next one; `read_many` reads side by side.
+    """
+
+    def __init__(self, engine: Engine, config: AgentConfig | None = None) -> None:
+        """Raises ConfigError for an unknown template and for sampling that a turn has no place to report."""
+        self.config = config or AgentConfig()
+        sampling = self.config.sampling
+        if sampling.top_logprobs or sampling.prompt_logprobs:
+            raise ConfigError("a Turn has no top_logprobs or prompt_logprobs: leave them out of AgentConfig.sampling")
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.update_prompt = TokenTemplate(find_update(self.config.template), engine.tokenizer)
+        self.final_prompt = TokenTemplate(find_final(self.config.final_form), engine.tokenizer)
+        self.update_params = dataclasses.replace(sampling, max_tokens=self.config.memory_tokens)
+        self.final_params = dataclasses.replace(sampling, max_tokens=self.config.answer_tokens)
+        self.first_memory = engine.tokenizer.encode(FIRST_MEMORY)
+        self.think_end = _think_end(engine.tokenizer) if self.config.strip_thinking else array("i")
+
+    def read(self, document: str | Iterable[str], question: str) -> Reading:
+        """Read a document, whole or as a stream of texts, and answer the question.
+
+        Raises RequestError when the window is too small for the question and limits, or when a turn is aborted.
+        """
+        return self.read_many([(document, question)])[0]
+
+    def read_many(self, tasks: Iterable[tuple[str | Iterable[str], str]]) -> list[Reading]:
+        """Read (document, question) pairs side by side; each goes on as soon as its own turn ends.
+
+        A task's place in the list is its sample index, so that equal tasks draw different numbers.
+        Raises as `read` does; an error in one ends them all.
+        """
+        readings = [self.open(document, question) for document, question in tasks]
+        for _ in self._drive(readings):
+            pass
+        return [reading.result for reading in readings if reading.result is not None]
+
+    def stream(self, document: str | Iterable[str], question: str) -> Generator[Event, None, None]:
+        """Read as `read` does and yield what happens; Answered comes last. Closing it aborts the running turn."""
+        return self.run(self.open(document, question))
+
+    def open(self, document: str | Iterable[str], question: str) -> MemoryReading:
+        """A reading that nothing drives yet.
+
+        Raises RequestError for arguments of another type and when the window has no room for a chunk; warns when it has
+        room for less than chunk_tokens.
+        """
+        if not isinstance(question, str):
+            raise RequestError(f"the question must be a str, got {type(question).__name__}")
+        if isinstance(document, (bytes, bytearray)) or not isinstance(document, Iterable):
+            kind = type(document).__name__
+            raise RequestError(f"a document is a str or an iterable of str, got {kind}; open_document reads files")
+        return MemoryReading(self, document, question)
+
+    def run(self, reading: MemoryReading) -> Generator[Event, None, None]:
+        """Drive an opened reading to its end and yield what happens."""
+        yield from self._drive([reading])
+
+    def chunk_size(self, question_tokens: int) -> int:
+        """Tokens per chunk for a question of this length: chunk_tokens, or with a warning what the window has room for.
+
+        An update turn needs room for its fixed text, question, old memory, chunk and new memory.
+        Raises RequestError when that leaves no token for the chunk, or when the final turn does not fit.
+        """
+        config, window = self.config, self.engine.window
+        memory = max(config.memory_tokens, len(self.first_memory))
+        final = self.final_prompt.fixed_tokens + question_tokens + memory + config.answer_tokens
+        others = self.update_prompt.fixed_tokens + question_tokens + memory + config.memory_tokens
+        need = max(others + 1, final)
+        if need > window:
+            raise RequestError(
+                f"the window of {window} tokens is too small: with a question of {question_tokens}, a memory of "
+                f"{config.memory_tokens} and an answer of {config.answer_tokens} tokens a turn needs at least {need}; "
+                "shorten the question or lower memory_tokens or answer_tokens"
+            )
+        room = window - others
+        if room < config.chunk_tokens:
+            warnings.warn(
+                f"chunk_tokens={config.chunk_tokens} lowered to {room}: the window of {window} tokens also holds the "
+                f"question ({question_tokens}), the prompt's text ({self.update_prompt.fixed_tokens}), the old memory "
+                f"({memory}) and the new one ({config.memory_tokens})",
+                stacklevel=4,
+            )
+        return min(room, config.chunk_tokens)
+
+    def _drive(self, readings: ListLike[MemoryReading]) -> Generator[Event, None, None]:
+        """Take the turns of all readings, each at its own pace. A reading's place in the list is its sample index."""
+        running: dict[Sequence, tuple[int, Request]] = {}
+
+        def start(index: int) -> Event:
+            request = readings[index].next()
+            if request is None:
+                return Answered(_finished(readings[index]))
+            sequence = self.engine.add(request.segments, request.params, sample=index, turn=request.index)
+            running[sequence] = (index, request)
+            return readings[index].started(request)
+
+        try:
+            for index in range(len(readings)):
+                yield start(index)
+            while running:
+                for update in self.engine.step():
+                    if update.sequence not in running:
+                        continue  # the end of a turn that a closed stream had aborted
+                    index, request = running[update.sequence]
+                    if update.text:
+                        tokens = update.sequence.response_length
+                        yield TextProgress(request.kind, request.index, update.text, tokens)
+                    if update.completion is None:
+                        continue
+                    del running[update.sequence]
+                    turn = Turn.of(request, update.completion)
+                    if turn.finish_reason == "abort":
+                        raise RequestError(
+                            f"turn {turn.index} ({turn.kind}) was aborted after {len(turn.response_ids)} tokens, "
+                            "so the reading has no answer; read again, with a trace to resume from"
+                        )
+                    readings[index].record(turn)
+                    yield TurnEnded(turn, readings[index].memory_text, readings[index].counters.document_tokens)
+                    yield start(index)
+        finally:
+            for sequence in running:
+                self.engine.abort(sequence)
+
+
+def memory_ids(turn: Turn, params: SamplingParams, tokenizer: Tokenizer, think_end: array[int]) -> array[int]:
+    """The memory that an update turn wrote: its own ids, never re-tokenised, white space kept.
+
+    They end before the first EOS or stop id; where a stop string ended the turn, with the last token wholly before it.
+    With `think_end` (int32 ids, empty to keep all) they begin after its last occurrence, if there is one.
+    """
+    ids = turn.response_ids
+    end = _first_of(ids, {*tokenizer.eos_ids, *params.stop_ids})
+    ended_by_text = turn.finish_reason == "stop" and params.stop and end == len(ids)
+    ids = ids[:end]
+    if ended_by_text:
+        while ids and not turn.text.startswith(tokenizer.decode(ids)):
+            ids.pop()
+    return ids[_after_last(ids, think_end) :]
+
+
+def _first_of(ids: array[int], ends: Collection[int]) -> int:
+    return next((place for place, token in enumerate(ids) if token in ends), len(ids))
+
+
+def _after_last(ids: array[int], mark: array[int]) -> int:
+    """Index just after the last occurrence of `mark` in `ids`; 0 without one."""
+    size = len(mark)
+    if not size:
+        return 0
+    return next((start + size for start in range(len(ids) - size, -1, -1) if ids[start : start + size] == mark), 0)
+
+
+def _think_end(tokenizer: Tokenizer) -> array[int]:
+    """The ids of </think>: its own token where the model has one."""
+    own = tokenizer.id_of(THINK_END)
+    return tokenizer.encode(THINK_END) if own is None else array("i", [own])
+
+
+def _finished(reading: MemoryReading) -> Reading:
+    result = reading.result
+    if result is None:
+        raise RuntimeError("a reading without a next turn has no answer")
+    return result

@@ -1,0 +1,173 @@
+"""What a memory agent asks, records and reports: requests, turns, readings and the events between them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .config import SamplingParams
+from .sequence import Completion, Segment
+
+__all__ = [
+    "Answered",
+    "Event",
+    "Kind",
+    "Reading",
+    "ReadingCounters",
+    "Request",
+    "TextProgress",
+    "Turn",
+    "TurnEnded",
+    "TurnStarted",
+    "cut_chunks",
+]
+
+Kind = Literal["update", "final"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a reading asks of the engine next. index: number of the turn, from 0; it keys the random stream."""
+
+    kind: Kind
+    index: int
+    segments: list[Segment]
+    params: SamplingParams
+
+    @property
+    def prompt_ids(self) -> array[int]:
+        """The whole prompt, int32."""
+        ids = array("i")
+        for segment in self.segments:
+            ids.extend(segment.ids)
+        return ids
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One prompt and its response.
+
+    prompt_ids, response_ids: int32; the response with the token that ended it.
+    text: the response without special tokens, cut before a stop string.
+    logprobs: per response token, in nats (see Completion). finish_reason: "stop" or "length".
+    prefilled_tokens, decode_steps: what the turn cost the engine.
+    """
+
+    kind: Kind
+    index: int
+    prompt_ids: array[int]
+    response_ids: array[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: str
+    seconds: float
+    prefilled_tokens: int
+    decode_steps: int
+
+    @classmethod
+    def of(cls, request: Request, completion: Completion) -> Turn:
+        return cls(
+            kind=request.kind,
+            index=request.index,
+            prompt_ids=request.prompt_ids,
+            response_ids=completion.token_ids,
+            text=completion.text,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            seconds=completion.seconds,
+            prefilled_tokens=completion.counters.prefilled_tokens,
+            decode_steps=completion.counters.decode_steps,
+        )
+
+
+@dataclass
+class ReadingCounters:
+    """What a reading has cost so far.
+
+    document_tokens: tokens of the chunks whose turns have ended. truncated_memories: memories cut at their limit, which
+    are used as they are. empty_memories: memories without a token. seconds: the sum over the turns.
+    """
+
+    turns: int = 0
+    document_tokens: int = 0
+    prefilled_tokens: int = 0
+    decode_steps: int = 0
+    truncated_memories: int = 0
+    empty_memories: int = 0
+    seconds: float = 0.0
+
+    def add(self, turn: Turn) -> None:
+        self.turns += 1
+        self.prefilled_tokens += turn.prefilled_tokens
+        self.decode_steps += turn.decode_steps
+        self.seconds += turn.seconds
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A document read and a question answered.
+
+    answer: text of the final turn. memory: text of the last memory. turns: empty with AgentConfig(keep_turns=False).
+    """
+
+    answer: str
+    memory: str
+    turns: list[Turn]
+    counters: ReadingCounters = field(default_factory=ReadingCounters)
+
+
+@dataclass(frozen=True)
+class TurnStarted:
+    """A turn was handed to the engine. document_tokens: read before it; chunk_tokens: read by it (final: 0)."""
+
+    kind: Kind
+    index: int
+    prompt_tokens: int
+    chunk_tokens: int
+    document_tokens: int
+
+
+@dataclass(frozen=True)
+class TextProgress:
+    """New text of the running turn. tokens: length of its response so far."""
+
+    kind: Kind
+    index: int
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TurnEnded:
+    """A turn is complete. memory: text of the memory that holds from now on. document_tokens: tokens read so far."""
+
+    turn: Turn
+    memory: str
+    document_tokens: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The reading is complete; always the last event."""
+
+    reading: Reading
+
+
+Event = TurnStarted | TextProgress | TurnEnded | Answered
+
+
+def cut_chunks(pieces: Iterable[array[int]], size: int) -> Iterator[array[int]]:
+    """Cut a stream of int32 ids into chunks of `size` tokens, the last one shorter; nothing for an empty document.
+
+    Holds one chunk and one piece at a time.
+    """
+    held = array("i")
+    for piece in pieces:
+        held.extend(piece)
+        while len(held) >= size:
+            yield held[:size]
+            del held[:size]
+    if held:
+        yield held
