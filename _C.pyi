@@ -12,3 +12,17 @@ class CpuKernels:
     def rms_norm(
         self, x: int, weight: int, weight_bf16: bool, out: int, rows: int, n: int, x_stride: int, eps: float, /
     ) -> None: ...
+    def linear(
+        self,
+        x: int,
+        x_stride: int,
+        weight: int,
+        weight_bf16: bool,
+        bias: int,
+        bias_bf16: bool,
+        y: int,
+        rows: int,
+        in_: int,
+        out: int,
+        /,
+    ) -> None: ...

@@ -31,6 +31,12 @@ class CpuKernels {
         table_->rms_norm(floats(x), bytes(weight), weight_bf16, floats_out(out), rows, n, x_stride, eps);
     }
 
+    void linear(Address x, Index x_stride, Address weight, bool weight_bf16, Address bias, bool bias_bf16, Address y,
+                Index rows, Index in, Index out) const {
+        table_->linear(floats(x), x_stride, bytes(weight), weight_bf16, bytes(bias), bias_bf16, floats_out(y), rows, in,
+                       out);
+    }
+
   private:
     const palimpsest::cpu::Kernels* table_;
 };
@@ -42,5 +48,6 @@ PYBIND11_MODULE(_C, m) {
     py::class_<CpuKernels>(m, "CpuKernels")
         .def(py::init<const std::string&>(), py::arg("isa"))
         .def_property_readonly("isa", &CpuKernels::isa)
-        .def("rms_norm", &CpuKernels::rms_norm, Release());
+        .def("rms_norm", &CpuKernels::rms_norm, Release())
+        .def("linear", &CpuKernels::linear, Release());
 }

@@ -16,7 +16,7 @@ else:
     BUILT = True
     _kernels = _C.CpuKernels("best")
 
-__all__ = ["rms_norm", "unavailable"]
+__all__ = ["linear", "rms_norm", "unavailable"]
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -57,3 +57,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         *(rows.shape[0], n, rows.stride(0), eps),
     )
     return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 [T, in] with dense rows, [out, in], [out] -> float32 [T, out]. Raises ValueError for anything else."""
+    rows, size = x.shape
+    out = weight.shape[0]
+    ok = _is_rows(x) and _is_parameter(weight) and weight.shape == (out, size)
+    _check(ok and (bias is None or (_is_parameter(bias) and bias.shape == (out,))), "linear", x, weight)
+    y = torch.empty(rows, out, dtype=torch.float32)
+    _kernels.linear(
+        *(x.data_ptr(), x.stride(0), weight.data_ptr(), weight.dtype == torch.bfloat16),
+        *(0 if bias is None else bias.data_ptr(), bias is not None and bias.dtype == torch.bfloat16),
+        *(y.data_ptr(), rows, size, out),
+    )
+    return y

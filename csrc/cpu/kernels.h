@@ -16,6 +16,11 @@ struct Kernels {
     // out[r][i] = x[r][i] / sqrt(mean(x[r]^2) + eps) * weight[i]; x rows lie x_stride floats apart, out is dense.
     void (*rms_norm)(const float* x, const void* weight, bool weight_bf16, float* out, Index rows, Index n,
                      Index x_stride, float eps);
+
+    // y[r][o] = sum_k x[r][k] weight[o][k] + bias[o]; x rows lie x_stride floats apart, the rest is dense; bias may be
+    // null.
+    void (*linear)(const float* x, Index x_stride, const void* weight, bool weight_bf16, const void* bias,
+                   bool bias_bf16, float* y, Index rows, Index in, Index out);
 };
 
 // The table for "scalar", "avx2" or "avx512"; nullptr when this machine or this build lacks it.

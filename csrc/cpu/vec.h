@@ -17,6 +17,8 @@ namespace palimpsest::cpu::PALIMPSEST_ISA {
 
 constexpr Index kWidth = 16;
 
+inline Index smaller(Index a, Index b) { return a < b ? a : b; }
+
 struct BFloat16 {
     std::uint16_t bits;
 };
@@ -45,6 +47,11 @@ struct F16 {
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// Each lane holds two bfloat16 (the lower half first in memory): one of them as floats.
+inline F16 widen_low(F16 pair) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pair.v), 16))}; }
+inline F16 widen_high(F16 pair) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pair.v), _mm512_set1_epi32(0xffff0000)))};
+}
 
 #elif defined(__AVX2__)
 
@@ -68,6 +75,14 @@ struct F16 {
 inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline F16 widen_low(F16 pair) {
+    auto widen = [](__m256 v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16)); };
+    return {widen(pair.lo), widen(pair.hi)};
+}
+inline F16 widen_high(F16 pair) {
+    __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff0000));
+    return {_mm256_and_ps(pair.lo, mask), _mm256_and_ps(pair.hi, mask)};
+}
 
 #else
 
@@ -98,6 +113,15 @@ inline F16 operator*(const F16& a, const F16& b) {
 inline F16 fma(const F16& a, const F16& b, const F16& c) {
     return F16::make([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
 }
+inline F16 widen_half(const F16& pair, int shift) {
+    return F16::make([&](int i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, &pair.v[i], 4);
+        return to_float(BFloat16{std::uint16_t(bits >> shift)});
+    });
+}
+inline F16 widen_low(const F16& pair) { return widen_half(pair, 0); }
+inline F16 widen_high(const F16& pair) { return widen_half(pair, 16); }
 
 #endif
 
