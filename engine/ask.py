@@ -90,14 +90,12 @@ class Display:
     def __init__(self, console: Console, document: Document) -> None:
         self._console = console
         self._document = document
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[pace]}"), console=console
-        )
-        self._task = self._bar.add_task("reading", total=document.total, pace="")
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[pace]}"))
+        self._task = self._bar.add_task("reading", total=None, pace="")
         self._written = Text(style="dim")
         self._started = time.perf_counter()
         self._first_tokens: int | None = None
-        self._reached = 0
+        self._total_tokens: float | None = None
         self._memory = ""
 
     def show(self, events: Generator[Event, None, None]) -> Reading:
@@ -121,9 +119,9 @@ class Display:
             if event.index:
                 self._console.print(f"going on with turn {event.index}, {event.document_tokens:,} tokens read before")
         self._written.plain = ""
-        self._reached = self._document.done
+        self._total_tokens = self._estimate(event.document_tokens + event.chunk_tokens + event.tokens_ahead)
         what = f"memory {event.index + 1}" if event.kind == "update" else "answer"
-        self._bar.update(self._task, description=what, total=self._document.total)
+        self._bar.update(self._task, description=what, total=self._total_tokens)
 
     def _turn_ended(self, event: TurnEnded) -> None:
         turn = event.turn
@@ -131,29 +129,31 @@ class Display:
             self._console.print(f"answer: {len(turn.response_ids)} tokens, {turn.seconds:.1f} s")
             return
         pace = self._pace(event.document_tokens)
-        self._bar.update(self._task, completed=self._reached, pace=pace)
+        self._bar.update(self._task, completed=event.document_tokens, pace=pace)
         cut = ", cut at its limit" if turn.finish_reason == "length" else ""
         self._console.print(
             f"memory {turn.index + 1}: {len(turn.response_ids)} tokens{cut}, {turn.seconds:.1f} s; "
-            f"{event.document_tokens:,} tokens read{self._percent()}, {pace}"
+            f"{event.document_tokens:,} tokens read{self._share(event.document_tokens)}, {pace}"
         )
         changed = event.memory != self._memory
         self._console.print(Text(_printable(event.memory) if changed else "(unchanged)", style="dim"))
         self._memory = event.memory
 
-    def _percent(self) -> str:
-        total = self._document.total
-        return f" ({self._reached / total:.0%})" if total else ""
+    def _estimate(self, tokens: int) -> float | None:
+        """Tokens of the whole document, if the part handed out so far held `tokens`; None where its size is unknown."""
+        total, done = self._document.total, self._document.done
+        return tokens * total / done if total and done else None
+
+    def _share(self, tokens: int) -> str:
+        return f" ({tokens / self._total_tokens:.0%})" if self._total_tokens else ""
 
     def _pace(self, tokens: int) -> str:
         """Document tokens per second since the start and, where the document's size is known, the time left."""
-        elapsed = time.perf_counter() - self._started
-        rate = (tokens - (self._first_tokens or 0)) / elapsed
-        total = self._document.total
-        if total is None:
+        rate = (tokens - (self._first_tokens or 0)) / (time.perf_counter() - self._started)
+        if self._total_tokens is None:
             return f"{rate:,.0f} tokens/s"
-        left = tokens * (total / self._reached - 1) / rate
-        return f"{rate:,.0f} tokens/s, {int(left) // 60}:{int(left) % 60:02d} left"
+        left = int(max(0.0, self._total_tokens - tokens) / rate)
+        return f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left"
 
 
 def _printable(text: str) -> str:

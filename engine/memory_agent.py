@@ -17,6 +17,7 @@ from .config import AgentConfig, SamplingParams
 from .errors import ConfigError, RequestError
 from .reading import (
     Answered,
+    Chunks,
     Event,
     Reading,
     ReadingCounters,
@@ -25,7 +26,6 @@ from .reading import (
     Turn,
     TurnEnded,
     TurnStarted,
-    cut_chunks,
 )
 from .sequence import Sequence
 from .templates import FIRST_MEMORY, Slot, TokenTemplate, find_final, find_update
@@ -51,7 +51,7 @@ class MemoryReading:
         self._question = agent.tokenizer.encode(question)
         self.chunk_tokens = agent.chunk_size(len(self._question))
         pieces = [document] if isinstance(document, str) else document
-        self._chunks = cut_chunks(agent.tokenizer.encode_pieces(pieces), self.chunk_tokens)
+        self._chunks = Chunks(agent.tokenizer.encode_pieces(pieces), self.chunk_tokens)
         self._chunk = array("i")
         self._turns: list[Turn] = []
         self._answer: str | None = None
@@ -95,7 +95,14 @@ class MemoryReading:
 
     def started(self, request: Request) -> TurnStarted:
         prompt_tokens = sum(len(segment.ids) for segment in request.segments)
-        return TurnStarted(request.kind, request.index, prompt_tokens, len(self._chunk), self.counters.document_tokens)
+        return TurnStarted(
+            kind=request.kind,
+            index=request.index,
+            prompt_tokens=prompt_tokens,
+            chunk_tokens=len(self._chunk),
+            document_tokens=self.counters.document_tokens,
+            tokens_ahead=self._chunks.tokens_ahead,
+        )
 
 
 class MemoryAgent:

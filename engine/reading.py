@@ -12,6 +12,7 @@ from .sequence import Completion, Segment
 
 __all__ = [
     "Answered",
+    "Chunks",
     "Event",
     "Kind",
     "Reading",
@@ -21,7 +22,6 @@ __all__ = [
     "Turn",
     "TurnEnded",
     "TurnStarted",
-    "cut_chunks",
 ]
 
 Kind = Literal["update", "final"]
@@ -120,13 +120,18 @@ class Reading:
 
 @dataclass(frozen=True)
 class TurnStarted:
-    """A turn was handed to the engine. document_tokens: read before it; chunk_tokens: read by it (final: 0)."""
+    """A turn was handed to the engine.
+
+    document_tokens: tokens read before it. chunk_tokens: tokens it reads (final: 0). tokens_ahead: tokens of the document
+    that are tokenised and still to be read.
+    """
 
     kind: Kind
     index: int
     prompt_tokens: int
     chunk_tokens: int
     document_tokens: int
+    tokens_ahead: int
 
 
 @dataclass(frozen=True)
@@ -158,16 +163,29 @@ class Answered:
 Event = TurnStarted | TextProgress | TurnEnded | Answered
 
 
-def cut_chunks(pieces: Iterable[array[int]], size: int) -> Iterator[array[int]]:
-    """Cut a stream of int32 ids into chunks of `size` tokens, the last one shorter; nothing for an empty document.
+class Chunks(Iterator[array[int]]):
+    """A stream of int32 ids cut into chunks of `size` tokens, the last one shorter; none for an empty document.
 
-    Holds one chunk and one piece at a time.
+    Holds one chunk and one piece at a time. tokens_ahead: how many it holds beyond the last chunk it gave.
     """
-    held = array("i")
-    for piece in pieces:
-        held.extend(piece)
-        while len(held) >= size:
-            yield held[:size]
-            del held[:size]
-    if held:
-        yield held
+
+    def __init__(self, pieces: Iterable[array[int]], size: int) -> None:
+        self._pieces = iter(pieces)
+        self._size = size
+        self._held = array("i")
+
+    def __next__(self) -> array[int]:
+        while len(self._held) < self._size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            self._held.extend(piece)
+        if not self._held:
+            raise StopIteration
+        chunk = self._held[: self._size]
+        del self._held[: self._size]
+        return chunk
+
+    @property
+    def tokens_ahead(self) -> int:
+        return len(self._held)

@@ -1,0 +1,87 @@
+"""An engine without a model: real tokenizer, real detokeniser, responses from a script. For tests of what drives engines."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from palimpsest.engine.config import SamplingParams
+from palimpsest.engine.detokenizer import TextStream
+from palimpsest.engine.sequence import Completion, Segment, Sequence, Status
+from palimpsest.engine.tokenizer import Tokenizer
+
+
+@dataclass
+class Update:
+    sequence: Sequence
+    token_ids: array[int]
+    text: str
+    completion: Completion | None
+
+
+class ScriptedEngine:
+    """Gives each sequence one token per step from `respond(sequence)`, ids that end with an EOS or are cut at max_tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, respond: Callable[[Sequence], Iterable[int]], window: int = 4096) -> None:
+        self.tokenizer = tokenizer
+        self.window = window
+        self.added: list[tuple[Sequence, list[Segment]]] = []
+        self.aborted: list[Sequence] = []
+        self._respond = respond
+        self._live: dict[Sequence, tuple[list[int], TextStream]] = {}
+        self._undelivered: list[Update] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._live or self._undelivered)
+
+    def add(
+        self, prompt: list[Segment], params: SamplingParams, *, sample: int = 0, turn: int = 0, is_open: bool = False
+    ) -> Sequence:
+        ids = array("i", [token for segment in prompt for token in segment.ids])
+        sequence = Sequence(len(self.added), ids, params, sample, turn, prompt_length=len(ids))
+        self.added.append((sequence, prompt))
+        self._live[sequence] = (list(self._respond(sequence)), TextStream(self.tokenizer.decode, params.stop))
+        return sequence
+
+    def step(self) -> list[Update]:
+        updates, self._undelivered = self._undelivered, []
+        return updates + [self._advance(sequence) for sequence in list(self._live)]
+
+    def abort(self, sequence: Sequence) -> None:
+        if not sequence.finished:
+            self.aborted.append(sequence)
+            self._undelivered.append(self._end(sequence, array("i"), "", "abort"))
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": "scripted", "tokenizer": self.tokenizer.fingerprint(), "window": self.window}
+
+    def _advance(self, sequence: Sequence) -> Update:
+        script, stream = self._live[sequence]
+        token = script.pop(0)
+        ids = array("i", [token])
+        sequence.tokens.append(token)
+        sequence.logprobs.append(-float(token))
+        if token in self.tokenizer.eos_ids or token in sequence.params.stop_ids:
+            return self._end(sequence, ids, "", "stop")
+        text = stream.push(token)
+        if stream.stopped is not None:
+            return self._end(sequence, ids, text, "stop")
+        if sequence.response_length == sequence.params.max_tokens:
+            return self._end(sequence, ids, text, "length")
+        return Update(sequence, ids, text, None)
+
+    def _end(self, sequence: Sequence, ids: array[int], text: str, reason: str) -> Update:
+        _, stream = self._live.pop(sequence)
+        text += stream.finish()
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        sequence.counters.prefilled_tokens = sequence.prompt_length
+        sequence.counters.decode_steps = sequence.response_length
+        seconds = time.perf_counter() - sequence.started
+        completion = Completion(
+            stream.text, sequence.response, reason, sequence.logprobs, None, None, sequence.counters, seconds
+        )
+        return Update(sequence, ids, text, completion)
