@@ -163,7 +163,7 @@ class Answered:
 Event = TurnStarted | TextProgress | TurnEnded | Answered
 
 
-class Chunks(Iterator[array[int]]):
+class Chunks:
     """A stream of int32 ids cut into chunks of `size` tokens, the last one shorter; none for an empty document.
 
     Holds one chunk and one piece at a time. tokens_ahead: how many it holds beyond the last chunk it gave.
@@ -173,6 +173,9 @@ class Chunks(Iterator[array[int]]):
         self._pieces = iter(pieces)
         self._size = size
         self._held = array("i")
+
+    def __iter__(self) -> Iterator[array[int]]:
+        return self
 
     def __next__(self) -> array[int]:
         while len(self._held) < self._size:

@@ -73,7 +73,9 @@ def test_prompts_are_the_published_strings(name, memory, tokenizer, transformers
     expected = transformers_tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
-    assert expected.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>")
+    assert expected.startswith(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"
+    )
     segments = fill({**TEMPLATES, **FINAL_FORMS}[name], tokenizer, **texts)
     assert tokenizer.decode(joined(segments), skip_special=False) == expected
 
