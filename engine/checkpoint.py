@@ -1,4 +1,4 @@
-"""Checkpoint: a model's configuration and parameters, loaded from a Hugging Face folder or a GGUF file, and saved again."""
+"""Checkpoint: a model's configuration and parameters, loaded from a Hugging Face folder or GGUF file, and saved."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _check_names(
         harmless = name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_embeddings)
         if name not in shapes and not harmless:
             raise CheckpointError(
-                f"tensor {name!r} in {stored[name].file} is not part of a {config.model_type} model with this config.json; "
+                f"tensor {name!r} in {stored[name].file} is no part of a {config.model_type} model of this shape; "
                 "check that weights and config.json belong together"
             )
 

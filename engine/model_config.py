@@ -64,15 +64,15 @@ class ModelConfig:
                 )
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads ({self.num_kv_heads}); "
-                "correct config.json"
+                f"num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads}); correct config.json"
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim must be even (rotary pairs), got {self.head_dim}; correct config.json")
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Read the content of a config.json as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes it.
+        """Read a config.json as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes it.
 
         Raises CheckpointError, naming the key, for an architecture or an option that this library does not run.
         """
@@ -106,7 +106,7 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a config.json that transformers 4 and 5 both read; `from_hf` gives an equal ModelConfig back."""
+        """The content of a config.json that transformers 4 and 5 both read; `from_hf` gives an equal one back."""
         values: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
@@ -133,8 +133,9 @@ class ModelConfig:
         return values
 
     def with_rope_scaling(self, scaling: Mapping[str, Any]) -> ModelConfig:
-        """This model with another rope scaling, as in a config.json; "yarn" and "linear" widen the window by their factor,
-        "default" gives the unscaled window back.
+        """This model with another rope scaling, written as in a config.json.
+
+        "yarn" and "linear" widen the window by their factor; "default" gives the unscaled window back.
 
         A missing original_max_position_embeddings is the model's unscaled window.
         Raises CheckpointError for a rope_type or key that is not known.
@@ -230,7 +231,8 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
-            f"quantization_config (quant_method {method!r}) is not supported; use the unquantised model or a GGUF file of it"
+            f"quantization_config (quant_method {method!r}) is not supported; "
+            "use the unquantised model or a GGUF file of it"
         )
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
@@ -239,7 +241,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     if values.get("use_sliding_window") or layers:
         raise CheckpointError(
             f"sliding-window attention is not supported (use_sliding_window={values.get('use_sliding_window')!r}, "
-            f"layer_types with {sorted(set(layers))}); use a model, or set up the configuration, with full attention only"
+            f"layer_types with {sorted(set(layers))}); use a model with full attention only"
         )
 
 
@@ -277,7 +279,8 @@ def _scaling(scaling: Mapping[str, Any], window: int) -> dict[str, Any] | None:
     for key, value in given.items():
         if key not in (*required, *optional):
             raise CheckpointError(
-                f"rope scaling has the key {key!r}, unknown for rope_type {kind!r}; known: {', '.join((*required, *optional))}"
+                f"rope scaling has the key {key!r}, unknown for rope_type {kind!r}; "
+                f"known: {', '.join((*required, *optional))}"
             )
         if not isinstance(value, (int, float)):
             raise CheckpointError(f"rope scaling {key!r} must be a number, got {value!r}; correct it")

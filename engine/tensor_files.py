@@ -30,7 +30,7 @@ AGAIN = "copy or download the file again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `length` bytes from `offset` of `file`, of type `kind` in the format's words, e.g. "BF16"."""
+    """Where a tensor lies: `length` bytes from `offset` of `file`; `kind` is its type as the format says it ("BF16")."""
 
     name: str
     file: Path
@@ -56,7 +56,7 @@ class StoredTensor:
             )
         with self.file.open("rb") as stream:
             stream.seek(self.offset)
-            read = stream.readinto(tensor.view(-1).view(torch.uint8).numpy())
+            read = stream.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
         if read != self.length:
             raise CheckpointError(f"{self.file} is truncated inside tensor {self.name!r}; {AGAIN}")
         return tensor.to(dtype)
@@ -91,7 +91,7 @@ def _nothing_found(folder: Path) -> str:
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickles:
         return (
-            f"{folder} holds its weights as pickles only ({pickles[0]}), which can run code when read; convert it once: "
+            f"{folder} holds its weights as pickles only ({pickles[0]}), which can run code; convert it once: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}; give a Hugging Face model folder or a .gguf file"

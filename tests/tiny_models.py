@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers as Hugging Face folders, written through `transformers`, for every test that needs one."""
+"""Tiny random models and tokenizers as Hugging Face folders, written by `transformers`, for every test that needs one."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ CHAT_TEMPLATE = (
 
 CORPUS = [
     "You are presented with a problem, a section of an article that may contain the answer to the problem.",
-    "The harbour town of Ostrel has 4312 people, two mills and a lighthouse built in 1874; it's older than the railway.",
-    "The keeper said: don't count the ships, count the lamps! We'll see  who is right...\n\nNobody knew.\tThey've left.",
+    "The harbour town of Ostrel has 4312 people, two mills and a lighthouse built in 1874; it's the oldest house.",
+    "The keeper said: don't count the ships, count the lamps! We'll see  who is right...\n\nNobody knew.\tThey left.",
     "Updated memory:\nThe lighthouse was built in 1874. The previous memory named the keeper and the 27 lamps.\n",
-    "Größe, naïve café, Ελληνικά, русский текст, 中文文本, emoji 🙂🙃, maths ≤ ∑ and code: for (i = 0; i < 10; ++i) { x[i] += 1; }",
+    "Größe, naïve café, Ελληνικά, русский текст, 中文文本, emoji 🙂🙃.",
+    "Maths ≤ ∑ and code: for (i = 0; i < 10; ++i) { x[i] += 1; } they've, I'm, you'd, it's.",
 ]
 
 
@@ -45,10 +46,7 @@ def make_tokenizer_folder(path: str | Path, kind: str = "qwen2") -> Path:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    if kind == "wordlevel":
-        tokenizer = _word_level(special)
-    else:
-        tokenizer = _byte_level(kind, special)
+    tokenizer = _word_level(special) if kind == "wordlevel" else _byte_level(kind, special)
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False}
     if kind == "llama3":
         names["bos_token"] = "<|begin_of_text|>"
