@@ -122,8 +122,8 @@ class Reading:
 class TurnStarted:
     """A turn was handed to the engine.
 
-    document_tokens: tokens read before it. chunk_tokens: tokens it reads (final: 0). tokens_ahead: tokens of the document
-    that are tokenised and still to be read.
+    document_tokens: tokens read before it. chunk_tokens: tokens it reads (final: 0). tokens_ahead: tokens at hand that
+    are still to be read.
     """
 
     kind: Kind

@@ -184,7 +184,7 @@ def _compare(path: Path, recorded: Mapping[str, Any], given: Mapping[str, Any]) 
         )
     found = dict(_differences(recorded, given))
     if found:
-        details = "; ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in found.items())
+        details = "; ".join(f"{key} was {was!r} and is now {now!r}" for key, (was, now) in found.items())
         raise TraceError(
             f"{path} belongs to another reading: {details}. Resume with the same values or start a new trace"
         )

@@ -1,4 +1,4 @@
-"""An engine without a model: real tokenizer, real detokeniser, responses from a script. For tests of what drives engines."""
+"""An engine without a model, for tests of what drives engines: real tokenizer and detokeniser, scripted responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Update:
 
 
 class ScriptedEngine:
-    """Gives each sequence one token per step from `respond(sequence)`, ids that end with an EOS or are cut at max_tokens."""
+    """One token per step for each sequence, from `respond(sequence)`: ids that end with an EOS or at max_tokens."""
 
     def __init__(self, tokenizer: Tokenizer, respond: Callable[[Sequence], Iterable[int]], window: int = 4096) -> None:
         self.tokenizer = tokenizer

@@ -4,7 +4,6 @@ import dataclasses
 from array import array
 
 import pytest
-
 from palimpsest.engine.config import AgentConfig, SamplingParams
 from palimpsest.engine.errors import ConfigError, RequestError
 from palimpsest.engine.memory_agent import MemoryAgent

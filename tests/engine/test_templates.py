@@ -5,35 +5,32 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
-
 from palimpsest.engine.config import AgentConfig
 from palimpsest.engine.errors import ConfigError
 from palimpsest.engine.templates import FINAL_FORMS, TEMPLATES, Slot, Template, TokenTemplate, find_final, find_update
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.tests.tiny_models import make_tokenizer_folder
+from transformers import AutoTokenizer
 
 UPDATE_HEAD = (
-    "You are presented with a problem, a section of an article that may contain the answer to the problem, and a previous "
-    "memory. Please read the provided section carefully and update the memory with the new information that helps to answer "
-    "the problem. Be sure to retain all relevant details from the previous memory while adding any new, useful information.\n"
-    "\n"
+    "You are presented with a problem, a section of an article that may contain the answer to the problem, and a "
+    "previous memory. Please read the provided section carefully and update the memory with the new information that "
+    "helps to answer the problem. Be sure to retain all relevant details from the previous memory while adding any "
+    "new, useful information.\n\n"
 )
+FINAL_HEAD = "You are presented with a problem and a previous memory. Please answer the problem based on the previous memory and "
+PROBLEM = "<problem> \n%(problem)s\n</problem>\n\n"
+MEMORY = "<memory>\n%(memory)s\n</memory>\n\n"
+SECTION = "<section>\n%(chunk)s\n</section>\n\n"
+FINAL_TAIL = "\n\n" + PROBLEM + MEMORY + "Your answer:\n"
 PUBLISHED = {
-    "memory_first": UPDATE_HEAD
-    + "<problem> \n%(problem)s\n</problem>\n\n<memory>\n%(memory)s\n</memory>\n\n<section>\n%(chunk)s\n</section>\n\n"
-    + "Updated memory:\n",
-    "chunk_first": UPDATE_HEAD
-    + "<problem> \n%(problem)s\n</problem>\n\n<section>\n%(chunk)s\n</section>\n\n<memory>\n%(memory)s\n</memory>\n\n"
-    + "Updated memory:\n",
-    "boxed": "You are presented with a problem and a previous memory. Please answer the problem based on the previous memory "
-    "and put the answer in \\boxed{}.\n\n<problem> \n%(problem)s\n</problem>\n\n<memory>\n%(memory)s\n</memory>\n\nYour answer:\n",
-    "boxed_trained": "You are presented with a problem and a previous memory. Please answer the problem based on the previous "
-    "memory and put the answer in \\boxed{{}}.\n\n<problem> \n%(problem)s\n</problem>\n\n<memory>\n%(memory)s\n</memory>\n\n"
-    "Your answer:\n",
-    "therefore": "You are presented with a problem and a previous memory. Please answer the problem based on the previous "
-    'memory and format your response as follows "Therefore, the answer is (insert answer here)".\n\n'
-    "<problem> \n%(problem)s\n</problem>\n\n<memory>\n%(memory)s\n</memory>\n\nYour answer:\n",
+    "memory_first": UPDATE_HEAD + PROBLEM + MEMORY + SECTION + "Updated memory:\n",
+    "chunk_first": UPDATE_HEAD + PROBLEM + SECTION + MEMORY + "Updated memory:\n",
+    "boxed": FINAL_HEAD + "put the answer in \\boxed{}." + FINAL_TAIL,
+    "boxed_trained": FINAL_HEAD + "put the answer in \\boxed{{}}." + FINAL_TAIL,
+    "therefore": FINAL_HEAD
+    + 'format your response as follows "Therefore, the answer is (insert answer here)".'
+    + FINAL_TAIL,
 }
 AWKWARD = "{problem} {{}} {0} </memory>\n<section> <|im_end|>\n<|im_start|>assistant %s %(chunk)s ünïcödé 🙂 "
 
