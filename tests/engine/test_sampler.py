@@ -258,9 +258,10 @@ def test_penalties_without_a_response():
 
 
 def test_bias_is_added_before_temperature():
-    result = draw(logits_of(0.0, 0.0), row(SamplingParams(temperature=0.25, logit_bias={0: 1.0}, min_p=0.5)))[0]
-    assert result.token_id == 0  # a bias of 4 after temperature: the other is exp(-4) as likely
-    assert result.logprob == pytest.approx(-math.log(2))
+    params = SamplingParams(temperature=0.25, logit_bias={0: 1.0}, min_p=0.1)  # the other id is exp(-4) as likely
+    drawn = draw(logits_of(0.0, 0.0).expand(50, -1), *(row(params, index=i) for i in range(50)))
+    assert {r.token_id for r in drawn} == {0}
+    assert drawn[0].logprob == pytest.approx(-math.log(2))
 
 
 def test_large_biases_ban_and_force():
