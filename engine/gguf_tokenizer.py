@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import CheckpointError
+from .tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 
 __all__ = ["tokenizer_files"]
 
@@ -15,9 +16,6 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # ggml's token types
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")  # end of sequence, of turn, of message: each ends a response
 KINDS = ("gpt-2", "smollm", "qwen2", "llama-bpe")
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBER| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -28,8 +26,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any], d
     model, kind = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model != "gpt2" or kind not in KINDS:
         raise CheckpointError(
-            f"the GGUF file's tokenizer (model {model!r}, pre-tokenizer {kind!r}) is not supported; supported are byte-level "
-            f"BPE (model 'gpt2') with {', '.join(KINDS)}: use the Hugging Face folder of this model"
+            f"the GGUF file's tokenizer (model {model!r}, pre-tokenizer {kind!r}) is not supported; supported are "
+            f"byte-level BPE (model 'gpt2') with {', '.join(KINDS)}: use the Hugging Face folder of this model"
         )
     tokens, types = _required(metadata, "tokens"), _required(metadata, "token_type")
     vocabulary = {
@@ -75,7 +73,7 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
         return plain
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    words = Regex(WORDS.replace("NUMBER", r"\p{N}" if kind == "qwen2" else r"\p{N}{1,3}"))
+    words = Regex(QWEN2_PATTERN if kind == "qwen2" else LLAMA3_PATTERN)
     after = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), after])
 

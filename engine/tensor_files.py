@@ -30,7 +30,7 @@ AGAIN = "copy or download the file again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `length` bytes from `offset` of `file`; `kind` is its type as the format says it ("BF16")."""
+    """Where a tensor lies: `length` bytes from `offset` of `file`; `kind` is its type in the format ("BF16")."""
 
     name: str
     file: Path

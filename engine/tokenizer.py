@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back over the `tokenizers` library, with plain text that can never become a control token."""
+"""Tokenizer: text to ids and back over the `tokenizers` library; plain text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import tokenizers
 from .checkpoint import read_json
 from .errors import CheckpointError, RequestError
 
-__all__ = ["Tokenizer"]
+__all__ = ["LLAMA3_PATTERN", "QWEN2_PATTERN", "Tokenizer"]
 
 BLOCK = 1 << 16  # characters that encode_pieces gathers before it looks for a place to cut
 
-# Patterns in which no alternative matches a letter or number followed by anything else: GPT-4, Llama 3, Qwen 2 to 3.
-CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORD_PATTERNS = frozenset(
-    CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + number + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for number in (r"\p{N}", r"\p{N}{1,3}")
+# The splits of Qwen 2 to 3 and of Llama 3. In no alternative does anything but a letter follow a letter, nor anything
+# but a number a number.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_PATTERN = QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 class Tokenizer:
@@ -85,13 +86,14 @@ class Tokenizer:
         Memory is bounded by the longest stretch between two places where the pre-tokenizer is certain to split: after a
         letter or number that white space, punctuation or a symbol follows. No alternative of the patterns of GPT-2,
         SmolLM, Llama 3 and Qwen contains such a pair and none looks behind, so the matches on either side are those of
-        the whole text; and NFC composes nothing across it. With any other pre-tokenizer or normalizer the text is held whole.
+        the whole text; and NFC composes nothing across it. With any other pre-tokenizer or normalizer the text is held
+        whole.
         """
         for part in _certain_parts(pieces) if self._words_end_pieces else ("".join(pieces),):
             yield _ids(self._plain, part, add_special=False)
 
     def encode_prompt(self, text: str) -> array[int]:
-        """A whole prompt -> ids as `tokenizer(text)` of transformers: special tokens recognised, BOS where it is added."""
+        """A whole prompt -> ids as `tokenizer(text)` of transformers: special tokens recognised, BOS if it adds one."""
         return _ids(self._full, text, add_special=True)
 
     def encode_template(self, text: str) -> array[int]:
@@ -116,16 +118,13 @@ class Tokenizer:
             render_jinja_template,
         )  # slow to import, and only chats need it
 
+        arguments: dict[str, Any] = {"chat_template": self._chat_template, "add_generation_prompt": True}
+        arguments |= _special_tokens(self._settings)
         try:
-            rendered, _ = render_jinja_template(
-                [messages],
-                chat_template=self._chat_template,
-                add_generation_prompt=True,
-                **_special_tokens(self._settings),
-            )
+            rendered = render_jinja_template([messages], **arguments)[0][0]
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages ({error}); change them as it says") from error
-        return str(rendered[0])
+        return str(rendered)
 
     def id_of(self, token: str) -> int | None:
         """The id of one token, spelled as in the vocabulary; None when there is none."""
@@ -169,10 +168,10 @@ def _without_added_tokens(definition: Mapping[str, Any]) -> dict[str, Any]:
     return {**definition, "added_tokens": [], "post_processor": None, "model": model}
 
 
-def _tokens_of(merge: str | list[str]) -> tuple[str, str, str]:
+def _tokens_of(merge: str | list[str]) -> tuple[str, ...]:
     """The two parts of a merge, in either of its spellings, and their product."""
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right, left + right
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    return *parts, "".join(parts)
 
 
 def _words_end_pieces(definition: Mapping[str, Any]) -> bool:
@@ -186,7 +185,7 @@ def _words_end_pieces(definition: Mapping[str, Any]) -> bool:
         if kind == "ByteLevel" and not step["add_prefix_space"]:
             splits |= step.get("use_regex", True)
         elif kind == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
-            splits |= step["pattern"].get("Regex") in WORD_PATTERNS
+            splits |= step["pattern"].get("Regex") in (QWEN2_PATTERN, LLAMA3_PATTERN)
         elif kind != "Digits":
             return False
     return splits
@@ -220,7 +219,7 @@ def _blocks(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _is_certain(left: str, right: str) -> bool:
-    """Whether `left` is a letter or number and `right` white space, punctuation or a symbol, in every version of Unicode.
+    """Whether `left` is a letter or number and `right` white space, punctuation or a symbol, in every Unicode version.
 
     Unicode 3.2 and Python's must agree, since the pattern engine has tables of its own age. Both must stay as they are
     under NFC: U+0958, say, becomes a letter and a mark, and a mark forms one piece with the punctuation after it.

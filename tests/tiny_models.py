@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers as Hugging Face folders, written by `transformers`, for every test that needs one."""
+"""Tiny random models and tokenizers as Hugging Face folders, written by `transformers`."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def make_model_folder(
     """Write a tiny random model with a tokenizer to `path` through `save_pretrained`; returns `path`.
 
     model_type: "llama", "qwen2" or "qwen3". overrides: fields of the `transformers` configuration, for instance
-    tie_word_embeddings=True, num_key_value_heads=1, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-    "original_max_position_embeddings": 128}. Weights are drawn from N(0, 0.1^2), so that the logits of different tokens
-    differ clearly; biases and norms are random too, so that leaving one out shows.
+    tie_word_embeddings=True, num_key_value_heads=1 or rope_parameters={"rope_type": "yarn", "rope_theta": 1e4,
+    "factor": 4.0, "original_max_position_embeddings": 128}. Weights are drawn from N(0, 0.1^2), so that the logits of
+    different tokens differ clearly; biases and norms are random too, so that leaving one out shows.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
