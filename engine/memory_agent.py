@@ -27,7 +27,7 @@ from .reading import (
     TurnEnded,
     TurnStarted,
 )
-from .sequence import Sequence
+from .sequence import Completion, Sequence
 from .templates import FIRST_MEMORY, Slot, TokenTemplate, find_final, find_update
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class MemoryAgent:
         agent = MemoryAgent(engine, AgentConfig(chunk_tokens=5000))
         reading = agent.read(document, "Who built the lighthouse?")
 
-    An engine serves one driver at a time: finish or close a stream before the next one; `read_many` reads side by side.
+    Streams of one engine may be taken in turns; each step then serves all of them.
     """
 
     def __init__(self, engine: Engine, config: AgentConfig | None = None) -> None:
@@ -197,42 +197,43 @@ class MemoryAgent:
 
     def _drive(self, readings: ListLike[MemoryReading]) -> Generator[Event, None, None]:
         """Take the turns of all readings, each at its own pace. A reading's place in the list is its sample index."""
-        running: dict[Sequence, tuple[int, Request]] = {}
+        running: list[Sequence] = []
+        asked: dict[Sequence, tuple[int, Request]] = {}
 
         def start(index: int) -> Event:
             request = readings[index].next()
             if request is None:
                 return Answered(_finished(readings[index]))
             sequence = self.engine.add(request.segments, request.params, sample=index, turn=request.index)
-            running[sequence] = (index, request)
+            running.append(sequence)
+            asked[sequence] = (index, request)
             return readings[index].started(request)
 
-        try:
+        with self.engine._aborting(running):
             for index in range(len(readings)):
                 yield start(index)
             while running:
-                for update in self.engine.step():
-                    if update.sequence not in running:
-                        continue  # the end of a turn that a closed stream had aborted
-                    index, request = running[update.sequence]
+                for update in self.engine._step_for(running):
+                    index, request = asked[update.sequence]
                     if update.text:
-                        tokens = update.sequence.response_length
-                        yield TextProgress(request.kind, request.index, update.text, tokens)
+                        yield TextProgress(request.kind, request.index, update.text, update.sequence.response_length)
                     if update.completion is None:
                         continue
-                    del running[update.sequence]
-                    turn = Turn.of(request, update.completion)
-                    if turn.finish_reason == "abort":
-                        raise RequestError(
-                            f"turn {turn.index} ({turn.kind}) was aborted after {len(turn.response_ids)} tokens, "
-                            "so the reading has no answer; read again, with a trace to resume from"
-                        )
+                    running.remove(update.sequence)
+                    del asked[update.sequence]
+                    turn = _ended(request, update.completion)
                     readings[index].record(turn)
                     yield TurnEnded(turn, readings[index].memory_text, readings[index].counters.document_tokens)
                     yield start(index)
-        finally:
-            for sequence in running:
-                self.engine.abort(sequence)
+
+
+def _ended(request: Request, completion: Completion) -> Turn:
+    if completion.finish_reason == "abort":
+        raise RequestError(
+            f"turn {request.index} ({request.kind}) was aborted after {len(completion.token_ids)} tokens, "
+            "so the reading has no answer; read again, or resume from a trace"
+        )
+    return Turn.of(request, completion)
 
 
 def memory_ids(turn: Turn, params: SamplingParams, tokenizer: Tokenizer, think_end: array[int]) -> array[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,21 @@ class ScriptedEngine:
         if not sequence.finished:
             self.aborted.append(sequence)
             self._undelivered.append(self._end(sequence, array("i"), "", "abort"))
+
+    def _step_for(self, own: list[Sequence]) -> list[Update]:
+        mine: list[Update] = []
+        for update in self.step():
+            (mine if update.sequence in own else self._undelivered).append(update)
+        return mine
+
+    @contextmanager
+    def _aborting(self, sequences: list[Sequence]) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for sequence in sequences:
+                self.abort(sequence)
+            self._undelivered = [update for update in self._undelivered if update.sequence not in sequences]
 
     def describe(self) -> dict[str, Any]:
         return {"model": "scripted", "tokenizer": self.tokenizer.fingerprint(), "window": self.window}

@@ -18,7 +18,10 @@ UPDATE_HEAD = (
     "helps to answer the problem. Be sure to retain all relevant details from the previous memory while adding any "
     "new, useful information.\n\n"
 )
-FINAL_HEAD = "You are presented with a problem and a previous memory. Please answer the problem based on the previous memory and "
+FINAL_HEAD = (
+    "You are presented with a problem and a previous memory. "
+    "Please answer the problem based on the previous memory and "
+)
 PROBLEM = "<problem> \n%(problem)s\n</problem>\n\n"
 MEMORY = "<memory>\n%(memory)s\n</memory>\n\n"
 SECTION = "<section>\n%(chunk)s\n</section>\n\n"
