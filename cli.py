@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"palimpsest: {error}", file=sys.stderr)
             return EXIT_ERROR
         except KeyboardInterrupt:
-            print("palimpsest: interrupted", file=sys.stderr)
+            hint = "; --resume goes on from the trace" if args.trace else ""
+            print(f"palimpsest: interrupted{hint}", file=sys.stderr)
             return EXIT_INTERRUPTED
 
 

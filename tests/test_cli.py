@@ -1,0 +1,161 @@
+"""The command line on a tiny random model: what goes to stdout, what to stderr, and the exit codes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from palimpsest.cli import main
+from palimpsest.engine import ask
+from palimpsest.engine.reading import TurnEnded
+from palimpsest.tests.tiny_models import make_model_folder
+
+QUESTION = "Who kept the lighthouse?"
+TEXT = "".join(f"In the year {year} the keeper counted {year % 89} lamps. " for year in range(1800, 1812))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_model_folder(tmp_path_factory.mktemp("model"), "qwen2"))
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture
+def options(model):
+    limits = [
+        "--chunk-tokens",
+        "100",
+        "--memory-tokens",
+        "12",
+        "--answer-tokens",
+        "8",
+        "--backend",
+        "reference",
+        "--threads",
+        "1",
+        "--seed",
+        "3",
+    ]
+    return ["--model", model, *limits]
+
+
+def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(document, options, capsys):
+    assert main(["ask", document, QUESTION, *options, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert main(["ask", document, QUESTION, *options]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(c for c in summary["answer"] if c.isprintable() or c in "\n\t") + "\n"
+    chunks = summary["counters"]["turns"] - 1
+    assert err.count("tokens read") == err.count(" left\n") == chunks > 2
+    assert "(100%)" in err
+
+
+def test_json_prints_exactly_one_document(document, options, model, capsys):
+    assert main(["ask", document, QUESTION, *options, "--json", "--temperature", "0", "--final-form", "therefore"]) == 0
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    assert out.count("\n") == 1
+    assert summary["question"] == QUESTION
+    assert summary["document"] == document
+    assert summary["model"]["model"] == model
+    assert (summary["config"]["chunk_tokens"], summary["config"]["final_form"]) == (100, "therefore")
+    assert (summary["config"]["sampling"]["temperature"], summary["config"]["sampling"]["top_p"]) == (0.0, 0.95)
+    assert summary["counters"]["document_tokens"] > 200
+    assert "memory 1:" in err
+
+
+def test_from_stdin_no_time_left_is_shown(options, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert main(["ask", "-", QUESTION, *options]) == 0
+    err = capsys.readouterr().err
+    assert "tokens/s" in err
+    assert " left" not in err
+    assert "%" not in err
+
+
+def test_an_empty_document_is_answered(tmp_path, options, capsys):
+    (tmp_path / "empty.txt").touch()
+    assert main(["ask", str(tmp_path / "empty.txt"), QUESTION, *options, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["counters"]["turns"], summary["memory"]) == (1, "No previous memory")
+
+
+def test_ctrl_c_leaves_a_trace_that_resumes_to_the_same_answer(document, options, tmp_path, capsys, monkeypatch):
+    assert main(["ask", document, QUESTION, *options, "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    trace = tmp_path / "trace.jsonl"
+    traced = ask.traced
+
+    def interrupted(*args, **kwargs):
+        for event in traced(*args, **kwargs):
+            yield event
+            if isinstance(event, TurnEnded) and event.turn.index == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(ask, "traced", interrupted)
+    assert main(["ask", document, QUESTION, *options, "--trace", str(trace)]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", "palimpsest: interrupted; --resume goes on from the trace")
+    assert len(trace.read_text().splitlines()) == 3
+    monkeypatch.setattr(ask, "traced", traced)
+    trace.write_bytes(trace.read_bytes()[:-10])  # as if it had been killed while it wrote
+    assert main(["ask", document, QUESTION, *options, "--json", "--trace", str(trace), "--resume"]) == 0
+    out, err = capsys.readouterr()
+    resumed = json.loads(out)
+    assert (resumed["answer"], resumed["memory"]) == (expected["answer"], expected["memory"])
+    assert resumed["counters"]["turns"] == expected["counters"]["turns"]
+    assert "going on with turn 1" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.txt", "q"], "palimpsest: cannot read the document absent.txt: No such file or directory"),
+        (["DOCUMENT", "q", "--model", "absent"], "palimpsest: "),
+        (["DOCUMENT", "q", "--resume"], "--resume needs --trace FILE"),
+        (["DOCUMENT", "q", "--final-form", "box"], "must be one of boxed, boxed_trained, therefore"),
+        (
+            ["DOCUMENT", "q", "--chunk-tokens", "0"],
+            "AgentConfig.chunk_tokens must be a whole number of at least 1, got 0",
+        ),
+        (["DOCUMENT", "q", "--memory-tokens", "9000"], "the window of 4096 tokens is too small"),
+    ],
+)
+def test_mistakes_end_in_a_message_and_exit_code_2(document, model, capsys, arguments, message):
+    arguments = [document if argument == "DOCUMENT" else argument for argument in arguments]
+    defaults = [] if "--model" in arguments else ["--model", model]
+    assert main(["ask", *arguments, *defaults, "--threads", "1", "--backend", "reference"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["read"], ["ask", "a.txt"], ["ask", "a.txt", "q", "--chunk", "5"], ["ask", "a.txt", "q", "--dtype", "int3"]],
+)
+def test_unknown_and_abbreviated_options_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert "usage: palimpsest" in capsys.readouterr().err
+
+
+def test_warnings_are_one_line_on_stderr(document, options, capsys):
+    assert main(["ask", document, QUESTION, *options, "--chunk-tokens", "5000"]) == 0
+    assert "warning: chunk_tokens=5000 lowered to" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys; from palimpsest.cli import build_parser; build_parser(); sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
