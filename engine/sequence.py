@@ -59,6 +59,7 @@ class Completion:
     """A finished response.
 
     text: decoded without special tokens, cut before a stop string. token_ids: every id drawn, the ending one included.
+    text_tokens: how many leading ids lie wholly before what ended the response (EOS, stop id, stop string; all at "length").
     finish_reason: "stop" (EOS, stop id, stop string), "length" (max_tokens or window) or "abort".
     logprobs: per token, log-softmax of logits / temperature (of the logits at temperature 0), before all filters, in nats.
     top_logprobs: per token the likeliest ones, if asked for. prompt_logprobs: per prompt token from the raw logits, the first
@@ -67,6 +68,7 @@ class Completion:
 
     text: str
     token_ids: array[int]
+    text_tokens: int
     finish_reason: str
     logprobs: list[float]
     top_logprobs: list[list[TokenLogprob]] | None

@@ -1,0 +1,52 @@
+"""Palimpsest: a decoding engine and trainer for memory agents, on one set of weights, in one process group."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.async_engine import AsyncEngine
+    from .engine.config import AgentConfig, EngineConfig, SamplingParams
+    from .engine.engine import Engine, Update
+    from .engine.errors import CheckpointError, ConfigError, PalimpsestError, RequestError, TraceError
+    from .engine.memory_agent import MemoryAgent, Reading, Turn
+    from .engine.sequence import Completion, Segment
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentConfig",
+    "AsyncEngine",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "MemoryAgent",
+    "PalimpsestError",
+    "Reading",
+    "RequestError",
+    "SamplingParams",
+    "Segment",
+    "TraceError",
+    "Turn",
+    "Update",
+]
+
+_HOMES = {
+    "async_engine": ("AsyncEngine",),
+    "config": ("AgentConfig", "EngineConfig", "SamplingParams"),
+    "engine": ("Engine", "Update"),
+    "errors": ("CheckpointError", "ConfigError", "PalimpsestError", "RequestError", "TraceError"),
+    "memory_agent": ("MemoryAgent", "Reading", "Turn"),
+    "sequence": ("Completion", "Segment"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `palimpsest --help` doesn't wait for torch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".engine.{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

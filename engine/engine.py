@@ -1,0 +1,301 @@
+"""Engine: requests in, tokens and text out, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import checkpoint
+from .config import EngineConfig, SamplingParams
+from .detokenizer import TextStream
+from .errors import ConfigError, RequestError
+from .kv_cache import PagePool
+from .memory import available_bytes
+from .model import Decoder
+from .model_config import ModelConfig
+from .ops import select
+from .runner import Runner, page_bytes
+from .sampler import check_params
+from .scheduler import Scheduler
+from .sequence import Completion, Segment, Sequence
+from .tokenizer import Tokenizer
+
+__all__ = ["Engine", "Prompt", "Update", "params_for_each"]
+
+Prompt = str | Iterable[int] | Seq[Segment]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step brought for one sequence.
+
+    token_ids: the ids drawn, int32. text: new text that no later token can change. completion: set when the sequence is finished.
+    """
+
+    sequence: Sequence
+    token_ids: array[int]
+    text: str
+    completion: Completion | None
+
+
+class Engine:
+    """A model with its KV pool and queue. Several engines can live in one process; one engine belongs to one thread."""
+
+    def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
+        """Load a Hugging Face folder or a GGUF file.
+
+        Raises CheckpointError for files that cannot be run, ConfigError for a configuration that this model or machine cannot meet.
+        """
+        self.config = config = EngineConfig() if config is None else config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        dtype = getattr(torch, config.dtype)
+        loaded = checkpoint.load(model_path, dtype)
+        self.model_path = loaded.source
+        self.tokenizer = Tokenizer.load(loaded.folder)
+        self.window = _window(config, loaded.config)
+        self.model = Decoder.from_parameters(
+            loaded.config, select(config.backend, dtype), loaded.parameters, self.window, config.rope_scaling
+        )
+        self.model.requires_grad_(False)
+        kv_dtype = self.model.activation_dtype if config.kv_dtype is None else getattr(torch, config.kv_dtype)
+        num_pages = _num_pages(config, page_bytes(loaded.config, config.page_size, kv_dtype), self.window)
+        eos_ids = self.tokenizer.eos_ids
+        self.weights_version = 0
+        self.runner = Runner(
+            self.model, num_pages=num_pages, page_size=config.page_size, kv_dtype=kv_dtype, eos_ids=eos_ids
+        )
+        self.scheduler = Scheduler(
+            PagePool(num_pages, config.page_size),
+            max_step_tokens=config.max_step_tokens,
+            max_sequences=config.max_sequences,
+            window=self.window,
+            eos_ids=eos_ids,
+        )
+        self._texts: dict[Sequence, TextStream] = {}
+        self._undelivered: list[Update] = []
+        self._next_id = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a sequence is not finished, or an update was not handed out yet."""
+        return self.scheduler.unfinished or bool(self._undelivered)
+
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0, turn: int = 0, is_open: bool = False
+    ) -> Sequence:
+        """Queue a prompt: text (special tokens recognised), token ids, or segments. Its updates come from `step`.
+
+        sample, turn: with params.seed they choose the random stream. is_open: the prompt may grow by `extend` until `close`.
+        Raises RequestError if it can never be served.
+        """
+        params = SamplingParams() if params is None else params
+        check_params(params, self.model.config.vocab_size)
+        sequence = Sequence(self._next_id, self._prompt_ids(prompt), params, sample, turn, is_open)
+        self.scheduler.add(sequence)
+        self._next_id += 1
+        self._texts[sequence] = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
+        return sequence
+
+    def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
+        """Append token ids to an open sequence's prompt. Raises RequestError if it is not open or would not fit."""
+        self.scheduler.extend(sequence, self._prompt_ids(ids))
+
+    def close(self, sequence: Sequence) -> None:
+        """End an open sequence's prompt; its response is drawn from the next step on."""
+        self.scheduler.close(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one is left as it is."""
+        if not sequence.finished:
+            self.scheduler.finish(sequence, "abort")
+            self._undelivered.append(self._update(sequence, array("i")))
+
+    def step(self) -> list[Update]:
+        """Run one forward pass over whatever is due; -> one update per sequence that got a token or ended."""
+        updates, self._undelivered = self._undelivered, []
+        step = self.scheduler.schedule()
+        self.scheduler.commit(step, self.runner.run(step))
+        updates.extend(self._update(span.sequence, span.sequence.tokens[-1:]) for span in step.spans if span.samples)
+        return updates
+
+    def generate(
+        self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete a list of prompts (str or token ids); -> their completions in the same order.
+
+        params: one for all, or one per prompt. Prompt i draws from the random stream of sample i.
+        """
+        each = params_for_each(prompts, params)
+        added: list[Sequence] = []
+        with self._aborting(added):
+            for i, (prompt, chosen) in enumerate(zip(prompts, each, strict=True)):
+                added.append(self.add(prompt, chosen, sample=i))
+            done: dict[Sequence, Completion] = {}
+            while len(done) < len(added):
+                for update in self._step_for(added):
+                    if update.completion is not None:
+                        done[update.sequence] = update.completion
+        return [done[sequence] for sequence in added]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0) -> Iterator[Update]:
+        """Complete one prompt, yielding an update per token; the last one holds the completion. Closing the iterator aborts."""
+        sequence = self.add(prompt, params, sample=sample)
+        return self._stream(sequence)
+
+    def _stream(self, sequence: Sequence) -> Iterator[Update]:
+        with self._aborting([sequence]):
+            finished = False
+            while not finished:
+                for update in self._step_for([sequence]):
+                    finished = update.completion is not None
+                    yield update
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """The only way to change the model's parameters in place: raises the weights version and forgets all resident KV.
+
+        Raises RequestError while sequences are unfinished: their KV would belong to the old weights.
+        """
+        if self.scheduler.unfinished:
+            live = len(self.scheduler.running) + len(self.scheduler.waiting)
+            raise RequestError(f"{live} sequences are unfinished; finish or abort them before the weights change")
+        try:
+            yield
+        finally:
+            self.weights_version += 1
+            self.scheduler.pool.forget()
+
+    def describe(self) -> dict[str, Any]:
+        """What decides an answer besides the prompt: for traces. Plain JSON values."""
+        return {
+            "model": str(self.model_path),
+            "tokenizer": self.tokenizer.fingerprint(),
+            "dtype": self.config.dtype,
+            "kv_dtype": self.config.kv_dtype,
+            "window": self.window,
+            "rope_scaling": None if self.config.rope_scaling is None else dict(self.config.rope_scaling),
+            "weights_version": self.weights_version,
+        }
+
+    def _step_for(self, own: Seq[Sequence]) -> list[Update]:
+        """One step; updates of other sequences are kept for whoever asks next."""
+        mine: list[Update] = []
+        for update in self.step():
+            (mine if update.sequence in own else self._undelivered).append(update)
+        return mine
+
+    @contextmanager
+    def _aborting(self, sequences: Seq[Sequence]) -> Iterator[None]:
+        """On leaving early, end these sequences and take back their updates: nobody is left to read them."""
+        try:
+            yield
+        finally:
+            for sequence in sequences:
+                self.abort(sequence)
+            self._undelivered = [update for update in self._undelivered if update.sequence not in sequences]
+
+    def _update(self, sequence: Sequence, ids: array[int]) -> Update:
+        """Turn a sequence's new ids into text, ending it at a stop string."""
+        stream = self._texts[sequence]
+        # The id that ended a response (EOS, a stop id) is not part of its text.
+        text = "" if sequence.finish_reason == "stop" else "".join(stream.push(token) for token in ids)
+        if stream.stopped is not None:
+            self.scheduler.finish(sequence, "stop")
+        if not sequence.finished:
+            return Update(sequence, ids, text, None)
+        text += stream.finish()
+        if stream.stopped is not None:  # the last token allowed may have completed the stop string
+            sequence.finish_reason = "stop"
+        del self._texts[sequence]
+        return Update(sequence, ids, text, _completion(sequence, stream))
+
+    def _prompt_ids(self, prompt: Prompt) -> array[int]:
+        """Token ids of any kind of prompt, int32. Raises RequestError for ids outside the vocabulary."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_prompt(prompt)
+        parts = list(prompt)
+        if parts and isinstance(parts[0], Segment):
+            ids = array("i")
+            for segment in parts:
+                ids.extend(segment.ids)
+        else:
+            ids = _as_ids(parts)
+        vocabulary = self.model.config.vocab_size
+        if ids and not (0 <= min(ids) and max(ids) < vocabulary):
+            wrong = next(token for token in ids if not 0 <= token < vocabulary)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
+        return ids
+
+
+def params_for_each(
+    prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+) -> list[SamplingParams | None]:
+    """One SamplingParams per prompt of a list. RequestError if `prompts` is a single prompt, or the numbers differ."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        raise RequestError("generate takes a list of prompts; put a single one into a list: generate([prompt])")
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one, or one per prompt")
+    return list(params)
+
+
+def _as_ids(parts: list[Any]) -> array[int]:
+    try:
+        return array("i", parts)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(f"a prompt is a str, token ids or segments; these are not 32-bit token ids ({error})") from error
+
+
+def _completion(sequence: Sequence, stream: TextStream) -> Completion:
+    params = sequence.params
+    return Completion(
+        text=stream.text,
+        token_ids=sequence.response,
+        text_tokens=stream.tokens_before_stop,
+        finish_reason=sequence.finish_reason or "",
+        logprobs=sequence.logprobs,
+        top_logprobs=sequence.top_logprobs if params.top_logprobs else None,
+        prompt_logprobs=sequence.prompt_logprobs if params.prompt_logprobs else None,
+        counters=sequence.counters,
+        seconds=time.perf_counter() - sequence.started,
+    )
+
+
+def _window(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of prompt + response. Raises ConfigError for a window beyond what the model's positions were made for."""
+    longest = model.max_position
+    if config.rope_scaling is not None:
+        original = config.rope_scaling.get("original_max_position_embeddings", longest)
+        longest = max(longest, int(original * config.rope_scaling.get("factor", 1.0)))
+    if config.max_context is None:
+        return longest
+    if config.max_context > longest:
+        raise ConfigError(
+            f"max_context={config.max_context} exceeds the model's window of {longest}; lower it, or pass "
+            'rope_scaling={"rope_type": "yarn", "factor": ...} if the model was made for that'
+        )
+    return config.max_context
+
+
+def _num_pages(config: EngineConfig, bytes_per_page: int, window: int) -> int:
+    """Size of the KV pool: kv_bytes if given, else kv_share of what is free, at most max_sequences full windows."""
+    if config.kv_bytes is not None:
+        pages = config.kv_bytes // bytes_per_page
+    else:
+        free = available_bytes()
+        wanted = config.max_sequences * -(-window // config.page_size)
+        pages = min(wanted, int(free * config.kv_share) // bytes_per_page)
+    if pages < 1:
+        given = f"kv_bytes={config.kv_bytes}" if config.kv_bytes is not None else f"kv_share={config.kv_share}"
+        raise ConfigError(f"{given} holds not even one page of {bytes_per_page} bytes; raise it or lower page_size")
+    return pages

@@ -1,0 +1,179 @@
+"""The one decoder definition (Llama, Qwen2/2.5, Qwen3, dense), used for inference and training.
+
+Parameters carry the checkpoint's own names and [out, in] layout; every computation goes through `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .model_config import ModelConfig
+from .ops import Ops, Spans
+from .rotary import rotary_tables
+
+__all__ = ["Batch", "Decoder", "KVPages"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ragged batch of one step: T tokens of any mix of sequences.
+
+    ids, positions, slots: int64 [T]; slots say where each token's key and value go. spans: see Spans.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class KVPages:
+    """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+
+class Norm(nn.Module):
+    """The weight of an RMSNorm."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention, with Qwen3's norm of query and key heads where the model has it."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.scale = config.head_dim**-0.5
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
+        self.q_norm = Norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = Norm(config.head_dim) if config.qk_norm else None
+
+    def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
+        ops, head_dim = self.ops, self.config.head_dim
+        query = ops.linear(x, self.q_proj.weight, self.q_proj.bias).view(len(x), -1, head_dim)
+        key = ops.linear(x, self.k_proj.weight, self.k_proj.bias).view(len(x), -1, head_dim)
+        value = ops.linear(x, self.v_proj.weight, self.v_proj.bias).view(len(x), -1, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = ops.rms_norm(query, self.q_norm.weight, self.config.rms_norm_eps)
+            key = ops.rms_norm(key, self.k_norm.weight, self.config.rms_norm_eps)
+        query = ops.rotate(query, batch.positions, cos, sin)
+        key = ops.rotate(key, batch.positions, cos, sin)
+        ops.write_kv(key, value, pages.key, pages.value, batch.slots)
+        out = ops.paged_attention(query, pages.key, pages.value, batch.spans, self.scale)
+        return ops.linear(out.reshape(len(x), -1), self.o_proj.weight, self.o_proj.bias)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward layer (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.ops.linear(x, self.gate_proj.weight, self.gate_proj.bias)
+        up = self.ops.linear(x, self.up_proj.weight, self.up_proj.bias)
+        return self.ops.linear(self.ops.silu_product(gate, up), self.down_proj.weight, self.down_proj.bias)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ops, self.eps = ops, config.rms_norm_eps
+        self.self_attn = Attention(config, ops)
+        self.mlp = MLP(config, ops)
+        self.input_layernorm = Norm(config.hidden_size)
+        self.post_attention_layernorm = Norm(config.hidden_size)
+
+    def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
+        normed = self.ops.rms_norm(x, self.input_layernorm.weight, self.eps)
+        x = x + self.self_attn(normed, batch, pages, cos, sin)
+        return x + self.mlp(self.ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+
+
+class Stack(nn.Module):
+    """Embedding, layers and final norm; holds the names under "model." in a checkpoint."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, ops) for _ in range(config.num_layers))
+        self.norm = Norm(config.hidden_size)
+
+
+class Decoder(nn.Module):
+    """The whole model. Rows in, rows out: it knows neither sequences nor sampling.
+
+    window: positions that the rotary tables hold. rope_scaling: replaces the config's when given.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, ops: Ops, window: int, rope_scaling: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.config, self.ops = config, ops
+        with torch.device("meta"):
+            self.model = Stack(config, ops)
+            if not config.tie_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        scaling = config.rope_scaling if rope_scaling is None else rope_scaling
+        cos, sin = rotary_tables(config.head_dim, config.rope_theta, scaling, config.max_position, window)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @classmethod
+    def from_parameters(
+        cls,
+        config: ModelConfig,
+        ops: Ops,
+        parameters: Mapping[str, Tensor],
+        window: int,
+        rope_scaling: Mapping[str, Any] | None = None,
+    ) -> Decoder:
+        """Put a checkpoint's tensors in place, without copying them. Names and shapes must be exactly the model's."""
+        decoder = cls(config, ops, window, rope_scaling)
+        decoder.load_state_dict(dict(parameters), assign=True)
+        return decoder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the parameters."""
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Element type of the residual stream: float64 with float64 parameters, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def forward(self, batch: Batch, pages: list[KVPages]) -> Tensor:
+        """Run T tokens through all layers, writing their keys and values; -> normed hidden rows [T, hidden]."""
+        x = self.ops.embedding(batch.ids, self.model.embed_tokens.weight, self.activation_dtype)
+        for layer, layer_pages in zip(self.model.layers, pages, strict=True):
+            x = layer(x, batch, layer_pages, self.cos, self.sin)
+        return self.ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocabulary] in the activations' type."""
+        head = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
+        return self.ops.linear(hidden, head.weight, None)

@@ -1,0 +1,94 @@
+"""Every op in plain torch: the specification that the kernels are tested against. Contracts are in ops.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .ops import Spans
+
+__all__ = [
+    "embedding",
+    "linear",
+    "log_sum_exp",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "silu_product",
+    "write_kv",
+]
+
+# Query rows scored at once: bounds the [heads, rows, context] scores of a long prefill piece.
+QUERY_TILE = 256
+
+
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.embedding(ids, weight).to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return x * scale * weight.to(x.dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    c, s = cos[positions].unsqueeze(1).to(x.dtype), sin[positions].unsqueeze(1).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+    page_size = key_pages.shape[2]
+    page, offset = slots // page_size, slots % page_size
+    key_pages[page, :, offset] = key.to(key_pages.dtype)
+    value_pages[page, :, offset] = value.to(value_pages.dtype)
+
+
+def _gather(pages: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of a page list as [kv_heads, length, head_dim]."""
+    return pages[numbers].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+    out = torch.empty_like(query)
+    page_size = key_pages.shape[2]
+    starts = spans.query_start.tolist()
+    for i, length in enumerate(spans.kv_length.tolist()):
+        numbers = spans.pages[i, : -(-length // page_size)].long()
+        key = _gather(key_pages, numbers, length).to(query.dtype)
+        value = _gather(value_pages, numbers, length).to(query.dtype)
+        first = length - (starts[i + 1] - starts[i])
+        for start in range(starts[i], starts[i + 1], QUERY_TILE):
+            rows = slice(start, min(start + QUERY_TILE, starts[i + 1]))
+            position = first + start - starts[i]
+            out[rows] = _causal_attention(query[rows], key, value, position, scale)
+    return out
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, position: int, scale: float) -> Tensor:
+    """[T, heads, d] at positions position .. position + T - 1 over [kv_heads, length, d] -> [T, heads, d]."""
+    rows, heads, head_dim = query.shape
+    kv_heads = key.shape[0]
+    seen = position + rows
+    q = query.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # [kv_heads, group * T, d]
+    scores = (q @ key[:, :seen].transpose(1, 2) * scale).view(kv_heads, -1, rows, seen)
+    hidden = torch.ones(rows, seen, dtype=torch.bool, device=query.device).triu(position + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    out = weights.view(kv_heads, -1, seen) @ value[:, :seen]
+    return out.view(heads, rows, head_dim).transpose(0, 1)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    return torch.logsumexp(logits, dim=-1)

@@ -1,0 +1,117 @@
+"""Runner: a step as tensors. Builds the ragged batch, runs the model, samples. Knows neither queues nor text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .model import Batch, Decoder, KVPages
+from .model_config import ModelConfig
+from .ops import Spans
+from .sampler import SampleRow, prompt_logprobs, sample
+from .scheduler import PageCopy, Span, SpanResult, Step
+
+__all__ = ["Runner", "page_bytes"]
+
+# Prompt rows scored at once: bounds the [rows, vocabulary] logits.
+SCORE_TILE = 64
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one page takes over all layers, keys and values."""
+    return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * dtype.itemsize
+
+
+class Runner:
+    """Holds the model and the KV tensors; `run` turns a step into results."""
+
+    def __init__(
+        self, model: Decoder, *, num_pages: int, page_size: int, kv_dtype: torch.dtype, eos_ids: tuple[int, ...]
+    ) -> None:
+        self.model, self.page_size, self.eos_ids = model, page_size, eos_ids
+        config = model.config
+        shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+        self.pages = [
+            KVPages(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
+            for _ in range(config.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> list[SpanResult]:
+        """Compute a step; -> one result per span, in order."""
+        self._copy(step.copies)
+        if not step.spans:
+            return []
+        hidden = self.model(self._batch(step.spans), self.pages)
+        ends = np.cumsum([len(span.ids) for span in step.spans]).tolist()
+        scores = [self._score(hidden, span, end - len(span.ids)) for span, end in zip(step.spans, ends, strict=True)]
+        drawn = self._draw(hidden, step.spans, ends)
+        return [
+            SpanResult(prompt_logprobs=scored) if result is None else SpanResult(*result, prompt_logprobs=scored)
+            for result, scored in zip(drawn, scores, strict=True)
+        ]
+
+    def _copy(self, copies: tuple[PageCopy, ...]) -> None:
+        """Copy partial pages. All sources are read before any target is written: a target may be another copy's source."""
+        if not copies:
+            return
+        sources = torch.tensor([copy.source for copy in copies])
+        targets = torch.tensor([copy.target for copy in copies])
+        for layer in self.pages:
+            for pages in (layer.key, layer.value):
+                pages[targets] = pages[sources]
+
+    def _batch(self, spans: tuple[Span, ...]) -> Batch:
+        lengths = np.array([len(span.ids) for span in spans], dtype=np.int32)
+        tables = np.zeros((len(spans), max(len(span.pages) for span in spans)), dtype=np.int32)
+        positions, slots = [], []
+        for row, span in zip(tables, spans, strict=True):
+            row[: len(span.pages)] = span.pages
+            position = np.arange(span.start, span.start + len(span.ids))
+            positions.append(position)
+            slots.append(row[position // self.page_size].astype(np.int64) * self.page_size + position % self.page_size)
+        starts = np.array([span.start for span in spans], dtype=np.int32)
+        return Batch(
+            ids=torch.from_numpy(np.concatenate([np.frombuffer(span.ids, dtype=np.int32) for span in spans])).long(),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            slots=torch.from_numpy(np.concatenate(slots)),
+            spans=Spans(
+                query_start=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)),
+                kv_length=torch.from_numpy(starts + lengths),
+                pages=torch.from_numpy(tables),
+            ),
+        )
+
+    def _score(self, hidden: Tensor, span: Span, start: int) -> list[float]:
+        """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time."""
+        scores: list[float] = []
+        for first in range(0, len(span.scored_targets), SCORE_TILE):
+            targets = torch.tensor(span.scored_targets[first : first + SCORE_TILE], dtype=torch.int64)
+            row = start + span.scored_from + first
+            logits = self.model.logits(hidden[row : row + len(targets)])
+            scores.extend(prompt_logprobs(logits, targets, self.model.ops))
+        return scores
+
+    def _draw(self, hidden: Tensor, spans: tuple[Span, ...], ends: list[int]) -> list[tuple[int, float, list] | None]:
+        """One token for each span that samples; None for the others."""
+        drawn: list[tuple[int, float, list] | None] = [None] * len(spans)
+        which = [i for i, span in enumerate(spans) if span.samples]
+        if which:
+            logits = self.model.logits(hidden[[ends[i] - 1 for i in which]])
+            rows = [self._sample_row(spans[i]) for i in which]
+            for i, result in zip(which, sample(logits, rows, self.model.ops), strict=True):
+                drawn[i] = (result.token_id, result.logprob, result.top)
+        return drawn
+
+    def _sample_row(self, span: Span) -> SampleRow:
+        sequence = span.sequence
+        return SampleRow(
+            params=sequence.params,
+            sample=sequence.sample,
+            turn=sequence.turn,
+            index=sequence.response_length,
+            prompt_ids=sequence.tokens[: sequence.prompt_length],
+            response_ids=sequence.response,
+            eos_ids=self.eos_ids,
+        )

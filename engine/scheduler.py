@@ -1,0 +1,322 @@
+"""Scheduler: what the next step computes. Pure Python, no tensors; it never calls the runner, nor the runner it.
+
+Decode tokens of running sequences go first, then prefill pieces, then newly admitted prompts, all within one token budget.
+A prompt is admitted when pages for the whole of it are there. When a running sequence needs a page and none is left, the
+sequence admitted last gives up its pages and is computed again later; the oldest one always goes on, so all finish.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from .errors import RequestError
+from .kv_cache import PagePool
+from .sequence import Sequence, Status, TokenLogprob
+
+__all__ = ["PageCopy", "Scheduler", "Span", "SpanResult", "Step"]
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Copy the first `slots` slots of page `source` to page `target`, before the step writes anything."""
+
+    source: int
+    target: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start .. start + len(ids) of one sequence, to be computed in this step.
+
+    pages: the sequence's table. samples: a token is drawn after the last row. scored_targets: the next prompt tokens whose
+    log-probabilities are owed by as many rows from index `scored_from` on.
+    """
+
+    sequence: Sequence
+    start: int
+    ids: array[int]
+    pages: tuple[int, ...]
+    samples: bool
+    scored_from: int
+    scored_targets: array[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: page copies, then a ragged batch of spans."""
+
+    copies: tuple[PageCopy, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class SpanResult:
+    """What the runner found for a span: the token drawn, if it samples, and the log-probabilities its scored rows owe."""
+
+    token_id: int | None = None
+    logprob: float = 0.0
+    top: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the sequences that are not finished, and their pages.
+
+    window: most tokens of prompt + response. eos_ids: ids that end a response unless its params ignore them.
+    """
+
+    def __init__(
+        self, pool: PagePool, *, max_step_tokens: int, max_sequences: int, window: int, eos_ids: tuple[int, ...]
+    ) -> None:
+        self.pool = pool
+        self.max_step_tokens, self.max_sequences, self.window = max_step_tokens, max_sequences, window
+        self.eos_ids = eos_ids
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step would compute anything; only open sequences can be without work."""
+        return any(_pending(sequence) for sequence in (*self.running, *self.waiting))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. RequestError if it could never run, even alone."""
+        if not sequence.tokens and not sequence.is_open:
+            raise RequestError("the prompt is empty; give at least one token (or open the sequence and extend it)")
+        if sequence.is_open and sequence.params.prompt_logprobs:
+            raise RequestError("prompt_logprobs can't be asked for an open sequence; add the whole prompt at once")
+        self._require_room(sequence, len(sequence.tokens))
+        sequence.append_prompt(())
+        if sequence.params.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)
+        self.waiting.append(sequence)
+
+    def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
+        """Let an open sequence's prompt grow. RequestError if it is closed or finished, or would not fit."""
+        self._require_open(sequence)
+        ids = array("i", ids)
+        self._require_room(sequence, len(sequence.tokens) + len(ids))
+        sequence.append_prompt(ids)
+
+    def close(self, sequence: Sequence) -> None:
+        """End an open sequence's prompt: from now on its response is drawn."""
+        self._require_open(sequence)
+        if not sequence.tokens:
+            raise RequestError("an open sequence can't be closed while its prompt is empty; extend it first, or abort it")
+        sequence.is_open = False
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence in any state and free its pages; without effect on a finished one."""
+        if sequence.finished:
+            return
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+
+    def schedule(self) -> Step:
+        """Decide the next step. Moves sequences between waiting and running; the step must be committed before the next call."""
+        plan = _Plan(self.max_step_tokens)
+        for decoding in (True, False):
+            for sequence in list(self.running):
+                if sequence.status is Status.RUNNING and _is_decoding(sequence) == decoding:
+                    self._continue(sequence, plan)
+        self._admit(plan)
+        if not plan.lengths and self.has_work:
+            self._make_way(plan)
+        spans = tuple(_span(sequence, length) for sequence, length in plan.lengths.items())
+        return Step(tuple(plan.copies), spans)
+
+    def commit(self, step: Step, results: Seq[SpanResult]) -> None:
+        """Enter a step's results: tokens become committed, full pages known, responses longer or finished."""
+        for span, result in zip(step.spans, results, strict=True):
+            sequence = span.sequence
+            self._count(span)
+            sequence.computed = span.start + len(span.ids)
+            sequence.furthest = max(sequence.furthest, sequence.computed)
+            sequence.prompt_logprobs.extend(result.prompt_logprobs)
+            self._publish(sequence)
+            if result.token_id is not None:
+                self._append(sequence, result.token_id, result)
+
+    def check(self) -> None:
+        """RuntimeError if any page is lost, doubled or wrongly counted."""
+        self.pool.check(sequence.pages for sequence in self.running)
+        if any(sequence.pages for sequence in self.waiting):
+            raise RuntimeError("a waiting sequence holds pages")
+
+    def _require_open(self, sequence: Sequence) -> None:
+        if sequence.finished:
+            raise RequestError(f"sequence {sequence.id} has finished ({sequence.finish_reason}); add a new one")
+        if not sequence.is_open:
+            raise RequestError(f"sequence {sequence.id} is closed; only a sequence added with is_open=True can grow")
+
+    def _require_room(self, sequence: Sequence, prompt: int) -> None:
+        if prompt >= self.window:
+            raise RequestError(
+                f"the prompt has {prompt} tokens and the window holds {self.window} with at least one of the response; "
+                "shorten the prompt or raise EngineConfig.max_context"
+            )
+        longest = min(prompt + sequence.params.max_tokens, self.window)
+        capacity = self.pool.num_pages * self.pool.page_size
+        if longest > capacity:
+            raise RequestError(
+                f"prompt and response may reach {longest} tokens and the KV pool holds {capacity}; "
+                "lower max_tokens, or raise EngineConfig.kv_bytes or kv_share"
+            )
+
+    def _continue(self, sequence: Sequence, plan: _Plan) -> None:
+        """Give a running sequence as much of its pending tokens as the budget allows."""
+        length = max(min(_pending(sequence), plan.budget), 0)
+        missing = self.pool.pages_for(sequence.computed + length) - len(sequence.pages)
+        while missing > self.pool.available:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return
+        sequence.pages.extend(self.pool.allocate(max(missing, 0)))
+        plan.take(sequence, length)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Start waiting sequences in order while budget, places and pages last."""
+        for sequence in list(self.waiting):
+            if _pending(sequence) <= 0:
+                continue
+            if plan.budget <= 0 or len(self.running) >= self.max_sequences or not self._start(sequence, plan):
+                return
+
+    def _start(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Admit one sequence if the pages for all its tokens are there, taking those that are resident."""
+        total = len(sequence.tokens)
+        # The last token is always computed: its row is what the response is drawn from.
+        match = self.pool.match(sequence.tokens, min(total - 1, _first_unscored(sequence)))
+        if self.pool.shortfall(match, total) > 0:
+            return False
+        self.pool.acquire(match.pages)
+        fresh = self.pool.allocate(self.pool.pages_for(total) - len(match.pages))
+        if match.source is not None:
+            plan.copies.append(PageCopy(match.source, fresh[0], match.partial))
+        sequence.pages, sequence.chain = match.pages + fresh, match.nodes
+        sequence.computed = len(match.pages) * self.pool.page_size + match.partial
+        if sequence.furthest == 0:
+            sequence.counters.cached_tokens = sequence.computed
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.status = Status.RUNNING
+        plan.take(sequence, min(_pending(sequence), plan.budget))
+        return True
+
+    def _make_way(self, plan: _Plan) -> None:
+        """Nothing can run because open sequences that wait for input hold the pages or places: take them back, last first.
+
+        They go to the end of the queue: at its head they would be admitted again, before the one that they make way for.
+        """
+        while self.running and not plan.lengths:
+            self._preempt(self.running[-1], plan)
+            self.waiting.rotate(-1)
+            self._admit(plan)
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+        """Take a running sequence's pages and put it at the head of the queue, to be computed again."""
+        plan.drop(sequence)
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.status = Status.WAITING
+        sequence.counters.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.chain = [], []
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Enter the pages that have become full into the prefix index."""
+        size = self.pool.page_size
+        for i in range(len(sequence.chain), sequence.computed // size):
+            parent = sequence.chain[-1] if sequence.chain else self.pool.root
+            ids = sequence.tokens[i * size : (i + 1) * size].tobytes()
+            node, sequence.pages[i] = self.pool.publish(parent, ids, sequence.pages[i])
+            sequence.chain.append(node)
+
+    def _count(self, span: Span) -> None:
+        sequence, end = span.sequence, span.start + len(span.ids)
+        again = max(min(end, sequence.furthest) - span.start, 0)
+        sequence.counters.recomputed_tokens += again
+        new = range(span.start + again, end)
+        sequence.counters.prefilled_tokens += max(min(new.stop, sequence.prompt_length) - new.start, 0)
+        if new.stop > max(new.start, sequence.prompt_length):
+            sequence.counters.decode_steps += 1
+
+    def _append(self, sequence: Sequence, token: int, result: SpanResult) -> None:
+        params = sequence.params
+        sequence.tokens.append(token)
+        sequence.logprobs.append(result.logprob)
+        if params.top_logprobs:
+            sequence.top_logprobs.append(result.top)
+        if token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos):
+            self.finish(sequence, "stop")
+        elif sequence.response_length >= params.max_tokens or len(sequence.tokens) >= self.window:
+            self.finish(sequence, "length")
+
+
+class _Plan:
+    """A step in the making: how many tokens each sequence gets, and what is left of the budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.lengths: dict[Sequence, int] = {}
+        self.copies: list[PageCopy] = []
+
+    def take(self, sequence: Sequence, length: int) -> None:
+        if length > 0:
+            self.lengths[sequence] = length
+            self.budget -= length
+
+    def drop(self, sequence: Sequence) -> None:
+        self.budget += self.lengths.pop(sequence, 0)
+        self.copies = [copy for copy in self.copies if copy.target not in sequence.pages]
+
+
+def _pending(sequence: Sequence) -> int:
+    """Tokens that could be computed now. An open sequence keeps its last token back: when it closes, that row is drawn from."""
+    return len(sequence.tokens) - sequence.computed
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    return sequence.computed >= sequence.prompt_length
+
+
+def _first_unscored(sequence: Sequence) -> int:
+    """Position of the first row whose prompt log-probability is still owed; past the end when none is."""
+    if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_length:
+        return len(sequence.prompt_logprobs) - 1
+    return len(sequence.tokens)
+
+
+def _span(sequence: Sequence, length: int) -> Span:
+    start, end = sequence.computed, sequence.computed + length
+    scored_from, targets = 0, array("i")
+    if _first_unscored(sequence) < end:
+        scored = range(max(start, _first_unscored(sequence)), min(end, sequence.prompt_length - 1))
+        scored_from, targets = scored.start - start, sequence.tokens[scored.start + 1 : scored.stop + 1]
+    return Span(
+        sequence=sequence,
+        start=start,
+        ids=sequence.tokens[start:end],
+        pages=tuple(sequence.pages),
+        samples=end == len(sequence.tokens) and not sequence.is_open,
+        scored_from=scored_from,
+        scored_targets=targets,
+    )
