@@ -151,8 +151,9 @@ def _build(definition: str) -> tokenizers.Tokenizer:
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special: bool) -> array[int]:
     try:
         return array("i", tokenizer.encode(text, add_special_tokens=add_special).ids)
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not valid Unicode ({error}); decode it with errors='replace'") from error
+    except TypeError as error:  # what the library says of a lone surrogate, too
+        message = f"the text must be a str of valid Unicode, got {text[:40]!r}...; decode files with errors='replace'"
+        raise RequestError(message) from error
 
 
 def _without_added_tokens(definition: Mapping[str, Any]) -> dict[str, Any]:
