@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from array import array
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Generator, Iterable
 from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING
 
-from .config import AgentConfig, SamplingParams
+from .config import AgentConfig
 from .errors import ConfigError, RequestError
 from .reading import (
     Answered,
@@ -77,7 +77,7 @@ class MemoryReading:
         if turn.kind == "final":
             self._answer = turn.text
             return
-        self.memory = memory_ids(turn, self._agent.update_params, self._agent.tokenizer, self._agent.think_end)
+        self.memory = memory_ids(turn, self._agent.think_end)
         self.counters.document_tokens += len(self._chunk)
         self.counters.truncated_memories += turn.finish_reason == "length"
         self.counters.empty_memories += not self.memory
@@ -236,24 +236,14 @@ def _ended(request: Request, completion: Completion) -> Turn:
     return Turn.of(request, completion)
 
 
-def memory_ids(turn: Turn, params: SamplingParams, tokenizer: Tokenizer, think_end: array[int]) -> array[int]:
-    """The memory that an update turn wrote: its own ids, never re-tokenised, white space kept.
+def memory_ids(turn: Turn, think_end: array[int]) -> array[int]:
+    """The memory that an update turn wrote, int32: its own ids, never re-tokenised, white space kept.
 
-    They end before the first EOS or stop id; where a stop string ended the turn, with the last token wholly before it.
-    With `think_end` (int32 ids, empty to keep all) they begin after its last occurrence, if there is one.
+    They end before the EOS or stop id, or with the last token wholly before the stop string. With `think_end` (int32
+    ids, empty to keep all) they begin after its last occurrence, if there is one.
     """
-    ids = turn.response_ids
-    end = _first_of(ids, {*tokenizer.eos_ids, *params.stop_ids})
-    ended_by_text = turn.finish_reason == "stop" and params.stop and end == len(ids)
-    ids = ids[:end]
-    if ended_by_text:
-        while ids and not turn.text.startswith(tokenizer.decode(ids)):
-            ids.pop()
+    ids = turn.response_ids[: turn.text_tokens]
     return ids[_after_last(ids, think_end) :]
-
-
-def _first_of(ids: array[int], ends: Collection[int]) -> int:
-    return next((place for place, token in enumerate(ids) if token in ends), len(ids))
 
 
 def _after_last(ids: array[int], mark: array[int]) -> int:

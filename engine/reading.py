@@ -50,6 +50,7 @@ class Turn:
     """One prompt and its response.
 
     prompt_ids, response_ids: int32; the response with the token that ended it.
+    text_tokens: how many leading ids of the response lie wholly before what ended it.
     text: the response without special tokens, cut before a stop string.
     logprobs: per response token, in nats (see Completion). finish_reason: "stop" or "length".
     prefilled_tokens, decode_steps: what the turn cost the engine.
@@ -59,6 +60,7 @@ class Turn:
     index: int
     prompt_ids: array[int]
     response_ids: array[int]
+    text_tokens: int
     text: str
     logprobs: list[float]
     finish_reason: str
@@ -73,6 +75,7 @@ class Turn:
             index=request.index,
             prompt_ids=request.prompt_ids,
             response_ids=completion.token_ids,
+            text_tokens=completion.text_tokens,
             text=completion.text,
             logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,

@@ -30,21 +30,8 @@ def document(tmp_path):
 
 @pytest.fixture
 def options(model):
-    limits = [
-        "--chunk-tokens",
-        "100",
-        "--memory-tokens",
-        "12",
-        "--answer-tokens",
-        "8",
-        "--backend",
-        "reference",
-        "--threads",
-        "1",
-        "--seed",
-        "3",
-    ]
-    return ["--model", model, *limits]
+    limits = ["--chunk-tokens", "100", "--memory-tokens", "12", "--answer-tokens", "8", "--seed", "3"]
+    return ["--model", model, *limits, "--backend", "reference", "--threads", "1"]
 
 
 def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(document, options, capsys):
@@ -118,13 +105,13 @@ def test_ctrl_c_leaves_a_trace_that_resumes_to_the_same_answer(document, options
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["absent.txt", "q"], "palimpsest: cannot read the document absent.txt: No such file or directory"),
+        (["absent.txt", "q"], "cannot read the document absent.txt: No such file or directory"),
         (["DOCUMENT", "q", "--model", "absent"], "palimpsest: "),
         (["DOCUMENT", "q", "--resume"], "--resume needs --trace FILE"),
         (["DOCUMENT", "q", "--final-form", "box"], "must be one of boxed, boxed_trained, therefore"),
         (
             ["DOCUMENT", "q", "--chunk-tokens", "0"],
-            "AgentConfig.chunk_tokens must be a whole number of at least 1, got 0",
+            "chunk_tokens must be a whole number of at least 1, got 0",
         ),
         (["DOCUMENT", "q", "--memory-tokens", "9000"], "the window of 4096 tokens is too small"),
     ],

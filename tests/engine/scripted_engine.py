@@ -98,6 +98,14 @@ class ScriptedEngine:
         sequence.counters.decode_steps = sequence.response_length
         seconds = time.perf_counter() - sequence.started
         completion = Completion(
-            stream.text, sequence.response, reason, sequence.logprobs, None, None, sequence.counters, seconds
+            text=stream.text,
+            token_ids=sequence.response,
+            text_tokens=stream.tokens_before_stop,
+            finish_reason=reason,
+            logprobs=sequence.logprobs,
+            top_logprobs=None,
+            prompt_logprobs=None,
+            counters=sequence.counters,
+            seconds=seconds,
         )
         return Update(sequence, ids, text, completion)
