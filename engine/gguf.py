@@ -196,7 +196,7 @@ def _llama3_scaling(tensors: Mapping[str, ReaderTensor], theta: float, head_dim:
     if ROPE_FACTORS not in tensors:
         return None
     stored = np.asarray(tensors[ROPE_FACTORS].data, dtype=np.float64)
-    factor = _shortest(float(stored.max()))
+    factor = round(float(stored.max()), 3)  # float32 divisions left 8.000001
     low, high, original = LLAMA3.values()
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)

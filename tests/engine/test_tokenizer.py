@@ -6,13 +6,16 @@ import itertools
 import json
 from array import array
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from palimpsest.engine import defaults
 from palimpsest.engine import tokenizer as tokenizer_module
 from palimpsest.engine.errors import CheckpointError, RequestError
+from palimpsest.engine.gguf import converted_folder
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.tests.tiny_models import SYSTEM_TEXT, TOKENIZER_KINDS, make_tokenizer_folder
 from transformers import AutoTokenizer
@@ -112,8 +115,18 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
 def test_any_cutting_gives_the_ids_of_the_whole(ours: dict[str, Tokenizer], kind: str) -> None:
-    tokenizer = ours[kind]
+    check_cuttings(ours[kind])
 
+
+@pytest.mark.slow  # the first time the model is converted
+@pytest.mark.skipif(find_spec(defaults.PACKAGE) is None, reason=f"needs `{defaults.INSTALL}`")
+def test_any_cutting_with_the_embedded_model() -> None:
+    tokenizer = Tokenizer.load(converted_folder(defaults.embedded_model_path()))
+    assert tokenizer._words_end_pieces
+    check_cuttings(tokenizer)
+
+
+def check_cuttings(tokenizer: Tokenizer) -> None:
     @settings(deadline=None, max_examples=400)
     @given(TEXTS, st.lists(st.integers(0, 200), max_size=8), st.sampled_from([1, 2, 5, 17]))
     def check(text: str, places: list[int], block: int) -> None:
