@@ -117,7 +117,7 @@ class Display:
         if self._first_tokens is None:
             self._first_tokens = event.document_tokens
             if event.index:
-                self._console.print(f"going on with turn {event.index}, {event.document_tokens:,} tokens read before")
+                self._tell(f"going on with turn {event.index}, {event.document_tokens:,} tokens read before")
         self._written.plain = ""
         self._total_tokens = self._estimate(event.document_tokens + event.chunk_tokens + event.tokens_ahead)
         what = f"memory {event.index + 1}" if event.kind == "update" else "answer"
@@ -126,18 +126,21 @@ class Display:
     def _turn_ended(self, event: TurnEnded) -> None:
         turn = event.turn
         if turn.kind == "final":
-            self._console.print(f"answer: {len(turn.response_ids)} tokens, {turn.seconds:.1f} s")
+            self._tell(f"answer: {len(turn.response_ids)} tokens, {turn.seconds:.1f} s")
             return
         pace = self._pace(event.document_tokens)
         self._bar.update(self._task, completed=event.document_tokens, pace=pace)
         cut = ", cut at its limit" if turn.finish_reason == "length" else ""
-        self._console.print(
+        self._tell(
             f"memory {turn.index + 1}: {len(turn.response_ids)} tokens{cut}, {turn.seconds:.1f} s; "
             f"{event.document_tokens:,} tokens read{self._share(event.document_tokens)}, {pace}"
         )
         changed = event.memory != self._memory
-        self._console.print(Text(_printable(event.memory) if changed else "(unchanged)", style="dim"))
+        self._tell(_printable(event.memory) if changed else "(unchanged)", style="dim")
         self._memory = event.memory
+
+    def _tell(self, line: str, style: str | None = None) -> None:
+        self._console.print(line, style=style, soft_wrap=True)  # the terminal wraps; a log file keeps one line
 
     def _estimate(self, tokens: int) -> float | None:
         """Tokens of the whole document, if the part handed out so far held `tokens`; None where its size is unknown."""

@@ -41,7 +41,7 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(document, options, cap
     out, err = capsys.readouterr()
     assert out == "".join(c for c in summary["answer"] if c.isprintable() or c in "\n\t") + "\n"
     chunks = summary["counters"]["turns"] - 1
-    assert err.count("tokens read") == err.count(" left\n") == chunks > 2
+    assert err.count(" tokens read (") == err.count(" left\n") == chunks > 2
     assert "(100%)" in err
 
 
