@@ -1,7 +1,7 @@
 """Types of the compiled extension. Tensors travel as addresses; engine/cpu.py makes the checks."""
 
 class CpuKernels:
-    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", or "best" for what this machine runs fastest.
+    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", or "best" for the fastest one here.
 
     Raises ValueError for one that this machine lacks.
     """

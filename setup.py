@@ -1,4 +1,4 @@
-"""Build of the extension `palimpsest._C` with CMake. Everything else is in pyproject.toml. Torch is not needed to build."""
+"""Build of the extension `palimpsest._C` with CMake. All else is in pyproject.toml. Torch is not needed to build."""
 
 import os
 import subprocess

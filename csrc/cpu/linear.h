@@ -13,14 +13,16 @@ namespace palimpsest::cpu::PALIMPSEST_ISA {
 
 constexpr Index kBlock = 256;
 
-// Rows x vectors of outputs that one thread keeps in registers, and the most rows of the form for few rows.
+// Many rows: rows x vectors of outputs that stay in registers. Few rows: rows in registers, and the most rows of that
+// form.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 12, kTileVectors = 2, kFewRows = 8;
+constexpr int kTileRows = 12, kTileVectors = 2, kPassRows = 8, kFewRows = 24;
 #else
-constexpr int kTileRows = 6, kTileVectors = 1, kFewRows = 4;
+constexpr int kTileRows = 6, kTileVectors = 1, kPassRows = 4, kFewRows = 8;
 #endif
 constexpr Index kPanel = kTileVectors * kWidth;  // outputs of a tile
-constexpr Index kTaskOutputs = 96, kTaskRows = 64 * kTileRows;
+constexpr Index kTaskOutputs = 192, kTaskRows = 384;
+constexpr Index kPanelAhead = 8;  // columns of a panel that the cache is asked for in advance: they come from L2
 
 // Pointers to sixteen rows of W from row n on; beyond the last one they repeat it, and nobody looks at the results.
 template <class T>
@@ -81,7 +83,7 @@ inline void few_rows_group(const float* x, Index x_stride, const T* const (&rows
         for (int r = 0; r < R; r++) acc[r] = F16::zero();
         for (; k + depth <= end; k += depth) {
             F16 t[kWidth];
-            load_transposed(rows, k, t);
+            load_transposed(rows, k, t, kWidth * in);
             advance<R, T>(x + k, x_stride, t, acc);
         }
         if (k < end) advance_rest<R, T>(x, x_stride, rows, k, end - k, acc);
@@ -100,17 +102,32 @@ struct LinearCall {
     Index rows, in, out;
 };
 
+// Sixteen outputs, from n on, of rows m .. m + R.
 template <int R, class T>
+void few_rows_task(const LinearCall& c, const T* const (&weight_rows)[kWidth], Index m, Index n) {
+    F16 total[R] = {};
+    few_rows_group<R, T>(c.x + m * c.x_stride, c.x_stride, weight_rows, c.in, total);
+    F16 bias = c.bias ? load_bias(c.bias, c.bias_bf16, n, c.out) : F16::zero();
+    for (int r = 0; r < R; r++)
+        store_outputs(c.bias ? total[r] + bias : total[r], c.y + (m + r) * c.out + n, smaller(kWidth, c.out - n));
+}
+
+template <int R, class T>
+void few_rows_dispatch(const LinearCall& c, const T* const (&weight_rows)[kWidth], Index m, Index n, Index rows) {
+    if (rows == R)
+        few_rows_task<R, T>(c, weight_rows, m, n);
+    else if constexpr (R > 1)
+        few_rows_dispatch<R - 1, T>(c, weight_rows, m, n, rows);
+}
+
+template <class T>
 void linear_few_rows(const LinearCall& c) {
 #pragma omp parallel for schedule(static) if (c.out * c.in > 65536)
     for (Index n = 0; n < c.out; n += kWidth) {
-        const T* rows[kWidth];
-        row_pointers(static_cast<const T*>(c.weight), c.in, c.out, n, rows);
-        F16 total[R] = {};
-        few_rows_group<R, T>(c.x, c.x_stride, rows, c.in, total);
-        F16 bias = c.bias ? load_bias(c.bias, c.bias_bf16, n, c.out) : F16::zero();
-        for (int r = 0; r < R; r++)
-            store_outputs(c.bias ? total[r] + bias : total[r], c.y + r * c.out + n, smaller(kWidth, c.out - n));
+        const T* weight_rows[kWidth];
+        row_pointers(static_cast<const T*>(c.weight), c.in, c.out, n, weight_rows);
+        for (Index m = 0; m < c.rows; m += kPassRows)
+            few_rows_dispatch<kPassRows, T>(c, weight_rows, m, n, smaller(kPassRows, c.rows - m));
     }
 }
 
@@ -127,7 +144,7 @@ void fill_panel(const T* w, Index in, Index out, Index n, Index start, Index dep
         F16 t[kWidth];
         Index k = 0;
         for (; k + step <= depth; k += step) {
-            load_transposed(rows, start + k, t);
+            load_transposed(rows, start + k, t, kWidth * in);
 #pragma GCC unroll 32
             for (int i = 0; i < step; i++) Block<T>::column(t, i).store(to + (k + i) * kPanel);
         }
@@ -136,6 +153,13 @@ void fill_panel(const T* w, Index in, Index out, Index n, Index start, Index dep
             for (int i = 0; i < depth - k; i++) Block<T>::column(t, i).store(to + (k + i) * kPanel);
         }
     }
+}
+
+inline void add_outputs(F16 v, float* y, Index valid, bool first) {
+    if (valid >= kWidth)
+        (first ? v : F16::load(y) + v).store(y);
+    else if (valid > 0)
+        store_first(first ? v : load_first(y, valid) + v, y, valid);
 }
 
 // R rows x one panel over one block of k. x: R rows, kBlock apart. Adds to y, or with `first` sets it.
@@ -150,6 +174,8 @@ void tile(const float* x, const float* panel, Index depth, float* y, Index y_str
         F16 w[kTileVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kTileVectors; v++) w[v] = F16::load(panel + k * kPanel + v * kWidth);
+#pragma GCC unroll 2
+        for (int v = 0; v < kTileVectors; v++) __builtin_prefetch(panel + (k + kPanelAhead) * kPanel + v * kWidth);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             F16 value = F16::set(x[r * kBlock + k]);
@@ -157,15 +183,11 @@ void tile(const float* x, const float* panel, Index depth, float* y, Index y_str
             for (int v = 0; v < kTileVectors; v++) acc[r][v] = fma(value, w[v], acc[r][v]);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < kTileVectors; v++) {
-            float* to = y + r * y_stride + v * kWidth;
-            Index lanes = smaller(kWidth, valid - v * kWidth);
-            if (lanes == kWidth)
-                (first ? acc[r][v] : F16::load(to) + acc[r][v]).store(to);
-            else if (lanes > 0)
-                store_first(first ? acc[r][v] : load_first(to, lanes) + acc[r][v], to, lanes);
-        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kTileVectors; v++)
+            add_outputs(acc[r][v], y + r * y_stride + v * kWidth, valid - v * kWidth, first);
 }
 
 using TileFunction = void (*)(const float*, const float*, Index, float*, Index, Index, bool);
@@ -176,6 +198,15 @@ TileFunction tile_of(Index rows) {
         return nullptr;
     else
         return rows == R ? tile<R> : tile_of<R - 1>(rows);
+}
+
+// Rows of x into a tile's buffer; asks the cache for as many of the `more` rows that follow.
+inline void copy_rows(const float* x, Index x_stride, Index rows, Index depth, float* to, Index more) {
+    for (Index r = 0; r < rows; r++) {
+        std::memcpy(to + r * kBlock, x + r * x_stride, depth * sizeof(float));
+        if (r >= more) continue;
+        for (Index k = 0; k < depth; k += kWidth) __builtin_prefetch(x + (rows + r) * x_stride + k, 0, 2);
+    }
 }
 
 // The outputs n0 .. n1 of rows m0 .. m1.
@@ -189,8 +220,7 @@ void linear_task(const LinearCall& c, Index m0, Index m1, Index n0, Index n1) {
             fill_panel(static_cast<const T*>(c.weight), c.in, c.out, n, start, depth, panels + (n - n0) * kBlock);
         for (Index m = m0; m < m1; m += kTileRows) {
             Index rows = smaller(kTileRows, m1 - m);
-            for (Index r = 0; r < rows; r++)
-                std::memcpy(x + r * kBlock, c.x + (m + r) * c.x_stride + start, depth * sizeof(float));
+            copy_rows(c.x + m * c.x_stride + start, c.x_stride, rows, depth, x, m1 - m - rows);
             TileFunction function = tile_of<kTileRows>(rows);
             for (Index n = n0; n < n1; n += kPanel)
                 function(x, panels + (n - n0) * kBlock, depth, c.y + m * c.out + n, c.out, c.out - n, start == 0);
@@ -217,23 +247,21 @@ void linear_many_rows(const LinearCall& c) {
     }
 }
 
-template <int R, class T>
+template <class T>
 void linear_rows(const LinearCall& c) {
-    if constexpr (R > kFewRows)
-        linear_many_rows<T>(c);
-    else if (c.rows == R)
-        linear_few_rows<R, T>(c);
+    if (c.rows <= kFewRows)
+        linear_few_rows<T>(c);
     else
-        linear_rows<R + 1, T>(c);
+        linear_many_rows<T>(c);
 }
 
 inline void linear(const float* x, Index x_stride, const void* weight, bool weight_bf16, const void* bias,
                    bool bias_bf16, float* y, Index rows, Index in, Index out) {
     LinearCall call{x, x_stride, weight, bias, bias_bf16, y, rows, in, out};
     if (weight_bf16)
-        linear_rows<1, BFloat16>(call);
+        linear_rows<BFloat16>(call);
     else
-        linear_rows<1, float>(call);
+        linear_rows<float>(call);
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

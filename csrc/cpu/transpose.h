@@ -106,9 +106,12 @@ struct Block<BFloat16> {
     static F16 column(const F16 (&t)[kWidth], int k) { return k % 2 == 0 ? widen_low(t[k / 2]) : widen_high(t[k / 2]); }
 };
 
-// A block of sixteen rows, transposed: rows[j][k .. k + kDepth) becomes lane j of the columns.
+// A block of sixteen rows, transposed: rows[j][k .. k + kDepth) becomes lane j of the columns. Asks the cache for the
+// block `ahead` elements further on: the hardware sees sixteen short streams and fetches too little by itself.
 template <class T>
-inline void load_transposed(const T* const (&rows)[kWidth], Index k, F16 (&t)[kWidth]) {
+inline void load_transposed(const T* const (&rows)[kWidth], Index k, F16 (&t)[kWidth], Index ahead) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kWidth; j++) __builtin_prefetch(rows[j] + k + ahead, 0, 2);
 #pragma GCC unroll 16
     for (int j = 0; j < kWidth; j++) t[j] = F16::load(reinterpret_cast<const float*>(rows[j] + k));
     transpose(t);
@@ -123,7 +126,7 @@ inline void load_transposed_rest(const T* const (&rows)[kWidth], Index k, Index 
         std::memcpy(block[j], rows[j] + k, rest * sizeof(T));
         copies[j] = block[j];
     }
-    load_transposed(copies, 0, t);
+    load_transposed(copies, 0, t, 0);
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA
