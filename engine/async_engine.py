@@ -1,4 +1,4 @@
-"""AsyncEngine: the same engine for asyncio. One worker thread does all engine work, so nothing blocks the event loop."""
+"""AsyncEngine: the same engine for asyncio. One worker thread does all engine work; nothing blocks the event loop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 class AsyncEngine:
     """Asynchronous twins of Engine's methods. Wrap an engine once, then use it only through the wrapper.
 
-    Requests of different tasks run in the same steps; steps run by themselves while any request is unfinished. Cancelling a
-    task that waits for a request aborts that request.
+    Requests of different tasks run in the same steps; steps run by themselves while any request is unfinished.
+    Cancelling a task that waits for a request aborts that request.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -31,7 +31,9 @@ class AsyncEngine:
         self._queues: dict[Sequence, asyncio.Queue[Update | Exception]] = {}
         self._driver: asyncio.Task[None] | None = None
 
-    async def add(self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0, turn: int = 0) -> Sequence:
+    async def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0, turn: int = 0
+    ) -> Sequence:
         """Queue a prompt, as Engine.add; read its updates from `updates`."""
         adding = asyncio.ensure_future(self._call(partial(self.engine.add, prompt, params, sample=sample, turn=turn)))
         try:

@@ -64,14 +64,16 @@ class EngineConfig:
 
     dtype: element type of the parameters. With "bfloat16" activations and sums stay float32.
     kv_dtype: element type of the KV pages; None means that of the activations.
-    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an error.
+    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an
+    error.
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
     max_step_tokens: most tokens that one step computes, over all sequences.
     max_sequences: most sequences that run at once; the others wait.
     max_context: window in tokens (prompt + response); None means the model's own.
-    rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the model's.
+    rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the
+    model's.
     threads: CPU threads for torch and the kernels (process-wide, as torch's setting is); None leaves torch's choice.
     """
 
@@ -97,8 +99,8 @@ class EngineConfig:
             _require_int("EngineConfig", name, getattr(self, name), 1)
         _require(
             self.max_sequences <= self.max_step_tokens,
-            f"EngineConfig.max_sequences ({self.max_sequences}) must not exceed max_step_tokens ({self.max_step_tokens}): "
-            "each running sequence computes at least one token a step",
+            f"EngineConfig.max_sequences ({self.max_sequences}) must not exceed max_step_tokens "
+            f"({self.max_step_tokens}): each running sequence computes at least one token a step",
         )
         for name in ("kv_bytes", "max_context", "threads"):
             if getattr(self, name) is not None:
@@ -114,15 +116,18 @@ class SamplingParams:
 
     Filters apply in this order: penalties and bias, min_tokens, temperature, top_k, top_p, min_p.
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
-    repetition_penalty: divides positive and multiplies negative logits of ids seen in prompt or response (CTRL, arXiv 1909.05858).
+    repetition_penalty: divides positive and multiplies negative logits of ids seen in prompt or response (CTRL, arXiv
+    1909.05858).
     presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for ids of the response.
     logit_bias: added to the logits of the ids named.
-    stop: strings that end the response; the text is cut before the first of them. stop_ids: token ids that end it, as EOS does.
+    stop: strings that end the response; the text is cut before the first of them. stop_ids: token ids that end it, as
+    EOS does.
     min_tokens: EOS and stop ids cannot be drawn before this many tokens; stop strings are not looked for.
     ignore_eos: EOS is a token like any other.
     seed: with the sample index, the turn index and the index in the response it fixes each random number.
     top_logprobs: how many of the likeliest tokens to report per position, 0 for none.
-    prompt_logprobs: report the log-probability of each prompt token (raw logits); such a prompt is never taken from the cache.
+    prompt_logprobs: report the log-probability of each prompt token (raw logits); such a prompt is never taken from
+    the cache.
     """
 
     temperature: float = 1.0

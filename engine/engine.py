@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ Prompt = str | Iterable[int] | Seq[Segment]
 class Update:
     """What one step brought for one sequence.
 
-    token_ids: the ids drawn, int32. text: new text that no later token can change. completion: set when the sequence is finished.
+    token_ids: the ids drawn, int32. text: new text that no later token can change. completion: set when the sequence
+    is finished.
     """
 
     sequence: Sequence
@@ -52,22 +53,23 @@ class Engine:
     def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
         """Load a Hugging Face folder or a GGUF file.
 
-        Raises CheckpointError for files that cannot be run, ConfigError for a configuration that this model or machine cannot meet.
+        Raises CheckpointError for files that cannot be run, ConfigError for a configuration that this model or
+        machine cannot meet.
         """
         self.config = config = EngineConfig() if config is None else config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         dtype = getattr(torch, config.dtype)
+        ops = select(config.backend, dtype)
         loaded = checkpoint.load(model_path, dtype)
+        model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
         self.model_path = loaded.source
         self.tokenizer = Tokenizer.load(loaded.folder)
-        self.window = _window(config, loaded.config)
-        self.model = Decoder.from_parameters(
-            loaded.config, select(config.backend, dtype), loaded.parameters, self.window, config.rope_scaling
-        )
+        self.window = _window(config, model)
+        self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window)
         self.model.requires_grad_(False)
         kv_dtype = self.model.activation_dtype if config.kv_dtype is None else getattr(torch, config.kv_dtype)
-        num_pages = _num_pages(config, page_bytes(loaded.config, config.page_size, kv_dtype), self.window)
+        num_pages = _num_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0
         self.runner = Runner(
@@ -90,12 +92,18 @@ class Engine:
         return self.scheduler.unfinished or bool(self._undelivered)
 
     def add(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0, turn: int = 0, is_open: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        turn: int = 0,
+        is_open: bool = False,
     ) -> Sequence:
         """Queue a prompt: text (special tokens recognised), token ids, or segments. Its updates come from `step`.
 
-        sample, turn: with params.seed they choose the random stream. is_open: the prompt may grow by `extend` until `close`.
-        Raises RequestError if it can never be served.
+        sample, turn: with params.seed they choose the random stream. is_open: the prompt may grow by `extend` until
+        `close`. Raises RequestError if it can never be served.
         """
         params = SamplingParams() if params is None else params
         check_params(params, self.model.config.vocab_size)
@@ -114,7 +122,7 @@ class Engine:
         self.scheduler.close(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one is left as it is."""
+        """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one stays as it is."""
         if not sequence.finished:
             self.scheduler.finish(sequence, "abort")
             self._undelivered.append(self._update(sequence, array("i")))
@@ -136,32 +144,33 @@ class Engine:
         """
         each = params_for_each(prompts, params)
         added: list[Sequence] = []
-        with self._aborting(added):
+        with self.aborting(added):
             for i, (prompt, chosen) in enumerate(zip(prompts, each, strict=True)):
                 added.append(self.add(prompt, chosen, sample=i))
             done: dict[Sequence, Completion] = {}
             while len(done) < len(added):
-                for update in self._step_for(added):
+                for update in self.step_for(added):
                     if update.completion is not None:
                         done[update.sequence] = update.completion
         return [done[sequence] for sequence in added]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0) -> Iterator[Update]:
-        """Complete one prompt, yielding an update per token; the last one holds the completion. Closing the iterator aborts."""
+        """Complete one prompt; an update per token, the last one with the completion. Closing the iterator aborts."""
         sequence = self.add(prompt, params, sample=sample)
         return self._stream(sequence)
 
     def _stream(self, sequence: Sequence) -> Iterator[Update]:
-        with self._aborting([sequence]):
+        with self.aborting([sequence]):
             finished = False
             while not finished:
-                for update in self._step_for([sequence]):
+                for update in self.step_for([sequence]):
                     finished = update.completion is not None
                     yield update
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """The only way to change the model's parameters in place: raises the weights version and forgets all resident KV.
+        """The only way to change the model's parameters in place: raises the weights version and forgets all resident
+        KV.
 
         Raises RequestError while sequences are unfinished: their KV would belong to the old weights.
         """
@@ -181,21 +190,22 @@ class Engine:
             "tokenizer": self.tokenizer.fingerprint(),
             "dtype": self.config.dtype,
             "kv_dtype": self.config.kv_dtype,
+            "backend": self.config.backend,
             "window": self.window,
             "rope_scaling": None if self.config.rope_scaling is None else dict(self.config.rope_scaling),
             "weights_version": self.weights_version,
         }
 
-    def _step_for(self, own: Seq[Sequence]) -> list[Update]:
-        """One step; updates of other sequences are kept for whoever asks next."""
+    def step_for(self, own: Collection[Sequence]) -> list[Update]:
+        """One step for a driver that knows only its own sequences; other updates wait for whoever asks next."""
         mine: list[Update] = []
         for update in self.step():
             (mine if update.sequence in own else self._undelivered).append(update)
         return mine
 
     @contextmanager
-    def _aborting(self, sequences: Seq[Sequence]) -> Iterator[None]:
-        """On leaving early, end these sequences and take back their updates: nobody is left to read them."""
+    def aborting(self, sequences: Collection[Sequence]) -> Iterator[None]:
+        """A driver's frame: on leaving it early its sequences end, and updates that nobody would read are dropped."""
         try:
             yield
         finally:
@@ -223,14 +233,12 @@ class Engine:
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt)
         parts = list(prompt)
-        if parts and isinstance(parts[0], Segment):
-            ids = array("i")
-            for segment in parts:
-                ids.extend(segment.ids)
-        else:
-            ids = _as_ids(parts)
+        segments = [part for part in parts if isinstance(part, Segment)]
+        ids = _as_ids(parts) if not segments else array("i", (token for segment in segments for token in segment.ids))
+        if segments and len(segments) < len(parts):
+            raise RequestError("a prompt mixes segments with other things; give a str, token ids or segments only")
         vocabulary = self.model.config.vocab_size
-        if ids and not (0 <= min(ids) and max(ids) < vocabulary):
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
             wrong = next(token for token in ids if not 0 <= token < vocabulary)
             raise RequestError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
         return ids
@@ -253,7 +261,9 @@ def _as_ids(parts: list[Any]) -> array[int]:
     try:
         return array("i", parts)
     except (TypeError, OverflowError) as error:
-        raise RequestError(f"a prompt is a str, token ids or segments; these are not 32-bit token ids ({error})") from error
+        raise RequestError(
+            f"a prompt is a str, token ids or segments; these are not 32-bit token ids ({error})"
+        ) from error
 
 
 def _completion(sequence: Sequence, stream: TextStream) -> Completion:
@@ -273,15 +283,11 @@ def _completion(sequence: Sequence, stream: TextStream) -> Completion:
 
 def _window(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens of prompt + response. Raises ConfigError for a window beyond what the model's positions were made for."""
-    longest = model.max_position
-    if config.rope_scaling is not None:
-        original = config.rope_scaling.get("original_max_position_embeddings", longest)
-        longest = max(longest, int(original * config.rope_scaling.get("factor", 1.0)))
     if config.max_context is None:
-        return longest
-    if config.max_context > longest:
+        return model.max_position
+    if config.max_context > model.max_position:
         raise ConfigError(
-            f"max_context={config.max_context} exceeds the model's window of {longest}; lower it, or pass "
+            f"max_context={config.max_context} exceeds the model's window of {model.max_position}; lower it, or pass "
             'rope_scaling={"rope_type": "yarn", "factor": ...} if the model was made for that'
         )
     return config.max_context

@@ -1,8 +1,8 @@
 """PagePool: who owns each page of KV, and the exact prefix index over pages that hold known tokens. No tensors.
 
-A page is free (nothing in it), live (in the table of at least one sequence) or idle (in no table, but its content is known and
-may be wanted again). The index is a tree: a node is a full page of token ids behind its parent node, so a lookup compares ids
-and can't be fooled by a hash. A sequence that holds a node's page holds its ancestors' pages too.
+A page is free (nothing in it), live (in the table of at least one sequence) or idle (in no table, but its content is
+known and may be wanted again). The index is a tree: a node is a full page of token ids behind its parent node, so a
+lookup compares ids and can't be fooled by a hash. A sequence that holds a node's page holds its ancestors' pages too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OutOfPages(Exception):
 
 @dataclass(frozen=True)
 class Match:
-    """What is resident of a token sequence: whole pages with their nodes, then `partial` tokens at the start of page `source`."""
+    """What is resident of a token sequence: whole pages and their nodes, then `partial` tokens of page `source`."""
 
     pages: list[int]
     nodes: list[int]
@@ -121,8 +121,8 @@ class PagePool:
     def _evict(self) -> int:
         """Forget the page that has been idle longest.
 
-        `release` lays a table's pages down last page first, so a node is always idle at least as long as its parent: whole
-        sequences go tail first and no node loses its parent. Least recently used alone would cut heads off.
+        `release` lays a table's pages down last page first, so a node is always idle at least as long as its parent:
+        whole sequences go tail first and no node loses its parent. Least recently used alone would cut heads off.
         """
         page, _ = self._idle.popitem(last=False)
         node = self._nodes.pop(page)

@@ -209,11 +209,11 @@ class MemoryAgent:
             asked[sequence] = (index, request)
             return readings[index].started(request)
 
-        with self.engine._aborting(running):
+        with self.engine.aborting(running):
             for index in range(len(readings)):
                 yield start(index)
             while running:
-                for update in self.engine._step_for(running):
+                for update in self.engine.step_for(running):
                     index, request = asked[update.sequence]
                     if update.text:
                         yield TextProgress(request.kind, request.index, update.text, update.sequence.response_length)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.ops.rms_norm(x, self.input_layernorm.weight, self.eps)
         x = x + self.self_attn(normed, batch, pages, cos, sin)
-        return x + self.mlp(self.ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+        out: Tensor = x + self.mlp(self.ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+        return out
 
 
 class Stack(nn.Module):
@@ -122,37 +122,26 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Rows in, rows out: it knows neither sequences nor sampling.
-
-    window: positions that the rotary tables hold. rope_scaling: replaces the config's when given.
-    """
+    """The whole model: rows in, rows out; it knows no sequences. window: positions that it has angles for."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, ops: Ops, window: int, rope_scaling: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, window: int) -> None:
         super().__init__()
         self.config, self.ops = config, ops
         with torch.device("meta"):
             self.model = Stack(config, ops)
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        scaling = config.rope_scaling if rope_scaling is None else rope_scaling
-        cos, sin = rotary_tables(config.head_dim, config.rope_theta, scaling, config.max_position, window)
+        cos, sin = rotary_tables(config.head_dim, config.rope_theta, config.rope_scaling, window)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     @classmethod
-    def from_parameters(
-        cls,
-        config: ModelConfig,
-        ops: Ops,
-        parameters: Mapping[str, Tensor],
-        window: int,
-        rope_scaling: Mapping[str, Any] | None = None,
-    ) -> Decoder:
+    def from_parameters(cls, config: ModelConfig, ops: Ops, parameters: Mapping[str, Tensor], window: int) -> Decoder:
         """Put a checkpoint's tensors in place, without copying them. Names and shapes must be exactly the model's."""
-        decoder = cls(config, ops, window, rope_scaling)
+        decoder = cls(config, ops, window)
         decoder.load_state_dict(dict(parameters), assign=True)
         return decoder
 

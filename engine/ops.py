@@ -1,7 +1,8 @@
 """Every op of the decoder once: its signature, its shape contract, and the choice of the backend that runs it.
 
-A backend is a module with functions of these names: `reference` (plain torch, the specification) and `cpu` (C++ kernels).
-A backend may lack an op or a dtype; `select` fills the gap from the next one, so kernels can take their places one by one.
+A backend is a module with functions of these names: `reference` (plain torch, the specification) and `cpu` (C++
+kernels). A backend may lack an op or a dtype; `select` fills the gap from the next one, so kernels can take their
+places one by one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Ops(Protocol):
     def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, heads, head_dim], int64 [T], tables [window, head_dim / 2] -> x turned by its position's angles.
 
-        Halves are paired as (i, i + head_dim / 2) (RoFormer, arXiv 2104.09864, eq. 34, in the layout of Llama checkpoints).
+        Halves are paired as (i, i + head_dim / 2) (RoFormer, arXiv 2104.09864, eq. 34, in the layout of Llama
+        checkpoints).
         """
 
     def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
@@ -57,8 +59,13 @@ class Ops(Protocol):
         slot = page * page_size + offset. Casts to the pages' dtype.
         """
 
-    def paged_attention(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
-        """[T, heads, head_dim] over the spans' pages -> [T, heads, head_dim]; causal; query head h reads kv head h // group."""
+    def paged_attention(
+        self, query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float
+    ) -> Tensor:
+        """[T, heads, head_dim] over the spans' pages -> [T, heads, head_dim].
+
+        softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head h // (heads / kv_heads).
+        """
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
         """[T, n] twice -> gate * sigmoid(gate) * up (SwiGLU, arXiv 2002.05202, eq. 6)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,13 +49,10 @@ class Runner:
         ends = np.cumsum([len(span.ids) for span in step.spans]).tolist()
         scores = [self._score(hidden, span, end - len(span.ids)) for span, end in zip(step.spans, ends, strict=True)]
         drawn = self._draw(hidden, step.spans, ends)
-        return [
-            SpanResult(prompt_logprobs=scored) if result is None else SpanResult(*result, prompt_logprobs=scored)
-            for result, scored in zip(drawn, scores, strict=True)
-        ]
+        return [replace(result, prompt_logprobs=scored) for result, scored in zip(drawn, scores, strict=True)]
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
-        """Copy partial pages. All sources are read before any target is written: a target may be another copy's source."""
+        """Copy partial pages, reading all sources before any target is written: a target may be another's source."""
         if not copies:
             return
         sources = torch.tensor([copy.source for copy in copies])
@@ -77,7 +76,9 @@ class Runner:
             positions=torch.from_numpy(np.concatenate(positions)),
             slots=torch.from_numpy(np.concatenate(slots)),
             spans=Spans(
-                query_start=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)),
+                query_start=torch.from_numpy(
+                    np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
+                ),
                 kv_length=torch.from_numpy(starts + lengths),
                 pages=torch.from_numpy(tables),
             ),
@@ -93,15 +94,15 @@ class Runner:
             scores.extend(prompt_logprobs(logits, targets, self.model.ops))
         return scores
 
-    def _draw(self, hidden: Tensor, spans: tuple[Span, ...], ends: list[int]) -> list[tuple[int, float, list] | None]:
-        """One token for each span that samples; None for the others."""
-        drawn: list[tuple[int, float, list] | None] = [None] * len(spans)
+    def _draw(self, hidden: Tensor, spans: tuple[Span, ...], ends: list[int]) -> list[SpanResult]:
+        """One token for each span that samples, an empty result for the others."""
+        drawn = [SpanResult()] * len(spans)
         which = [i for i, span in enumerate(spans) if span.samples]
         if which:
             logits = self.model.logits(hidden[[ends[i] - 1 for i in which]])
             rows = [self._sample_row(spans[i]) for i in which]
             for i, result in zip(which, sample(logits, rows, self.model.ops), strict=True):
-                drawn[i] = (result.token_id, result.logprob, result.top)
+                drawn[i] = SpanResult(result.token_id, result.logprob, result.top)
         return drawn
 
     def _sample_row(self, span: Span) -> SampleRow:

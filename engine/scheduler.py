@@ -1,8 +1,9 @@
 """Scheduler: what the next step computes. Pure Python, no tensors; it never calls the runner, nor the runner it.
 
-Decode tokens of running sequences go first, then prefill pieces, then newly admitted prompts, all within one token budget.
-A prompt is admitted when pages for the whole of it are there. When a running sequence needs a page and none is left, the
-sequence admitted last gives up its pages and is computed again later; the oldest one always goes on, so all finish.
+Decode tokens of running sequences go first, then prefill pieces, then newly admitted prompts, all within one token
+budget. A prompt is admitted when pages for the whole of it are there. When a running sequence needs a page and none
+is left, the sequence admitted last gives up its pages and is computed again later; the oldest one always goes on, so
+all finish.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class PageCopy:
 class Span:
     """Tokens start .. start + len(ids) of one sequence, to be computed in this step.
 
-    pages: the sequence's table. samples: a token is drawn after the last row. scored_targets: the next prompt tokens whose
-    log-probabilities are owed by as many rows from index `scored_from` on.
+    pages: the sequence's table. samples: a token is drawn after the last row. scored_targets: the next prompt tokens
+    whose log-probabilities are owed by as many rows from index `scored_from` on.
     """
 
     sequence: Sequence
@@ -56,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SpanResult:
-    """What the runner found for a span: the token drawn, if it samples, and the log-probabilities its scored rows owe."""
+    """What the runner found for a span: the token drawn, if it samples, and the log-probabilities that it owes."""
 
     token_id: int | None = None
     logprob: float = 0.0
@@ -111,7 +112,9 @@ class Scheduler:
         """End an open sequence's prompt: from now on its response is drawn."""
         self._require_open(sequence)
         if not sequence.tokens:
-            raise RequestError("an open sequence can't be closed while its prompt is empty; extend it first, or abort it")
+            raise RequestError(
+                "an open sequence can't be closed while its prompt is empty; extend it first, or abort it"
+            )
         sequence.is_open = False
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -126,7 +129,7 @@ class Scheduler:
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 
     def schedule(self) -> Step:
-        """Decide the next step. Moves sequences between waiting and running; the step must be committed before the next call."""
+        """Decide the next step, moving sequences between waiting and running. Commit it before the next call."""
         plan = _Plan(self.max_step_tokens)
         for decoding in (True, False):
             for sequence in list(self.running):
@@ -218,9 +221,11 @@ class Scheduler:
         return True
 
     def _make_way(self, plan: _Plan) -> None:
-        """Nothing can run because open sequences that wait for input hold the pages or places: take them back, last first.
+        """Nothing can run because open sequences that wait for input hold the pages or places: take them back, last
+        first.
 
-        They go to the end of the queue: at its head they would be admitted again, before the one that they make way for.
+        They go to the end of the queue: at its head they would be admitted again, before the one that they make way
+        for.
         """
         while self.running and not plan.lengths:
             self._preempt(self.running[-1], plan)
@@ -290,8 +295,8 @@ class _Plan:
 
 
 def _pending(sequence: Sequence) -> int:
-    """Tokens that could be computed now. An open sequence keeps its last token back: when it closes, that row is drawn from."""
-    return len(sequence.tokens) - sequence.computed
+    """Tokens that could be computed now. An open sequence keeps its last one back: the response is drawn from it."""
+    return len(sequence.tokens) - sequence.computed - sequence.is_open
 
 
 def _is_decoding(sequence: Sequence) -> bool:

@@ -59,11 +59,13 @@ class Completion:
     """A finished response.
 
     text: decoded without special tokens, cut before a stop string. token_ids: every id drawn, the ending one included.
-    text_tokens: how many leading ids lie wholly before what ended the response (EOS, stop id, stop string; all at "length").
+    text_tokens: how many leading ids lie wholly before what ended the response (EOS, stop id, stop string; all at
+    "length").
     finish_reason: "stop" (EOS, stop id, stop string), "length" (max_tokens or window) or "abort".
-    logprobs: per token, log-softmax of logits / temperature (of the logits at temperature 0), before all filters, in nats.
-    top_logprobs: per token the likeliest ones, if asked for. prompt_logprobs: per prompt token from the raw logits, the first
-    one None, if asked for. seconds: from `add` to the end.
+    logprobs: per token, log-softmax of logits / temperature (of the logits at temperature 0), before all filters, in
+    nats.
+    top_logprobs: per token the likeliest ones, if asked for. prompt_logprobs: per prompt token from the raw logits,
+    the first one None, if asked for. seconds: from `add` to the end.
     """
 
     text: str
@@ -79,7 +81,8 @@ class Completion:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence of tokens being computed. `tokens` = prompt then response; made by Engine.add, changed by the scheduler.
+    """One sequence of tokens being computed. `tokens` = prompt then response; made by Engine.add, changed by the
+    scheduler.
 
         0 ............ computed ............ len(tokens)
         KV in `pages`  |  still to compute

@@ -57,14 +57,14 @@ class ScriptedEngine:
             self.aborted.append(sequence)
             self._undelivered.append(self._end(sequence, array("i"), "", "abort"))
 
-    def _step_for(self, own: list[Sequence]) -> list[Update]:
+    def step_for(self, own: list[Sequence]) -> list[Update]:
         mine: list[Update] = []
         for update in self.step():
             (mine if update.sequence in own else self._undelivered).append(update)
         return mine
 
     @contextmanager
-    def _aborting(self, sequences: list[Sequence]) -> Iterator[None]:
+    def aborting(self, sequences: list[Sequence]) -> Iterator[None]:
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
-"""The scheduler with a stand-in for the model: token ids are stored where keys and values would be, so a wrong page shows.
+"""The scheduler with a stand-in for the model: token ids lie where keys and values would, so that a wrong page shows.
 
-The stand-in draws a fixed function of all tokens before, read back from the pages. Whatever the schedule, each response must be
-the one that a plain loop gives.
+The stand-in draws a fixed function of all tokens before, read back from the pages. Whatever the schedule, each
+response must be the one that a plain loop gives.
 """
 
 from __future__ import annotations

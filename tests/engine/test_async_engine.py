@@ -1,0 +1,112 @@
+"""The asynchronous twin: the same completions, side by side, and nothing left behind when a task is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from palimpsest import AsyncEngine, Engine, EngineConfig, RequestError, SamplingParams
+
+from tests.tiny_models import make_model_folder
+
+PARAMS = SamplingParams(max_tokens=10, seed=2, ignore_eos=True)
+LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = make_model_folder(tmp_path_factory.mktemp("model"), "llama")
+    return Engine(folder, EngineConfig(kv_bytes=1 << 23))
+
+
+def run(engine: Engine, test: Callable[[AsyncEngine], Coroutine[Any, Any, None]]) -> None:
+    async def body() -> None:
+        wrapper = AsyncEngine(engine)
+        try:
+            await asyncio.wait_for(test(wrapper), timeout=60)
+        finally:
+            await wrapper.aclose()
+
+    asyncio.run(body())
+    assert not engine.unfinished
+    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+    engine.scheduler.check()
+
+
+def test_generate_and_stream_equal_the_synchronous_ones(engine: Engine) -> None:
+    prompts = ["The lamps", "The harbour", "The keeper"]
+    expected = engine.generate(prompts, PARAMS)
+
+    async def test(wrapper: AsyncEngine) -> None:
+        given = await wrapper.generate(prompts, PARAMS)
+        assert [c.token_ids for c in given] == [c.token_ids for c in expected]
+        updates = [update async for update in wrapper.stream(prompts[1], PARAMS, sample=1)]
+        assert "".join(update.text for update in updates) == expected[1].text
+
+    run(engine, test)
+
+
+def test_requests_of_different_tasks_share_steps(engine: Engine) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        slow = await wrapper.add("The lamps", LONG)
+        quick = await wrapper.generate(["The harbour"], PARAMS)
+        assert quick[0].finish_reason == "length"
+        assert not slow.finished
+        await wrapper.abort(slow)
+        last = [update async for update in wrapper.updates(slow)][-1]
+        assert last.completion is not None and last.completion.finish_reason == "abort"
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("moment", ["adding", "running"])
+def test_cancelling_a_task_aborts_its_request(engine: Engine, moment: str) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        async def reader() -> None:
+            async for _ in wrapper.stream("The lamps", LONG):
+                pass
+
+        task = asyncio.create_task(reader())
+        await asyncio.sleep(0 if moment == "adding" else 0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await wrapper.generate(["The harbour"], PARAMS))[0].finish_reason == "length"
+
+    run(engine, test)
+
+
+def test_a_refused_request_raises_in_its_own_task_only(engine: Engine) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        good = asyncio.create_task(wrapper.generate(["The lamps"], PARAMS))
+        with pytest.raises(RequestError, match="empty"):
+            await wrapper.generate(["The harbour", ""], PARAMS)
+        assert (await good)[0].finish_reason == "length"
+
+    run(engine, test)
+
+
+def test_a_failing_step_reaches_every_reader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        def fail(step: object) -> None:
+            raise RuntimeError("no memory")
+
+        monkeypatch.setattr(engine.runner, "run", fail)
+        results = await asyncio.gather(
+            wrapper.generate(["The lamps"], PARAMS), wrapper.generate(["The harbour"], PARAMS), return_exceptions=True
+        )
+        assert [str(result) for result in results] == ["no memory", "no memory"]
+        monkeypatch.undo()
+        assert (await wrapper.generate(["The lamps"], PARAMS))[0].finish_reason == "length"
+
+    run(engine, test)
+
+
+def test_closing_ends_what_is_under_way(tmp_path: Path, engine: Engine) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        await wrapper.add("The lamps", LONG)
+
+    run(engine, test)

@@ -1,0 +1,213 @@
+"""The engine's API on a tiny model: what ends a response, what is refused, and that no update is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from palimpsest import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, Segment
+
+from tests.tiny_models import make_model_folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+CONFIG = EngineConfig(kv_bytes=1 << 22, max_step_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine(folder, CONFIG)
+
+
+def test_text_ids_and_segments_are_the_same_prompt(engine: Engine) -> None:
+    text = "The harbour has 27 lamps."
+    ids = engine.tokenizer.encode_prompt(text)
+    segments = [Segment("head", ids[:3]), Segment("tail", ids[3:])]
+    by_text, by_ids, by_segments = engine.generate([text, list(ids), segments], GREEDY)
+    assert by_text.token_ids == by_ids.token_ids == by_segments.token_ids
+    assert by_text.text == engine.tokenizer.decode(by_text.token_ids)
+    assert (by_text.finish_reason, len(by_text.token_ids), by_text.text_tokens) == ("length", 12, 12)
+
+
+def test_a_stop_string_across_tokens_ends_text_and_response(engine: Engine) -> None:
+    whole = engine.generate(["The lamps"], GREEDY)[0]
+    texts = [engine.tokenizer.decode(whole.token_ids[:n]) for n in range(13)]
+    end_of_third, end_of_fourth = len(texts[3]), len(texts[4])
+    stop = whole.text[end_of_third - 1 : end_of_fourth]
+    assert whole.text.find(stop) == end_of_third - 1, "the model repeats itself: choose another prompt"
+    stopped = engine.generate(["The lamps"], replace(GREEDY, stop=(stop,)))[0]
+    assert stopped.text == whole.text[: end_of_third - 1]
+    assert list(stopped.token_ids) == list(whole.token_ids[:4])
+    assert (stopped.finish_reason, stopped.text_tokens) == ("stop", 2)
+    assert len(stopped.logprobs) == 4
+
+
+def test_stop_ids_end_a_response_and_are_not_text(engine: Engine) -> None:
+    whole = engine.generate(["The lamps"], GREEDY)[0]
+    last = whole.token_ids[5]
+    first = list(whole.token_ids).index(last)
+    stopped = engine.generate(["The lamps"], replace(GREEDY, stop_ids=(last,)))[0]
+    assert list(stopped.token_ids) == list(whole.token_ids[: first + 1])
+    assert (stopped.finish_reason, stopped.text_tokens) == ("stop", first)
+    assert stopped.text == engine.tokenizer.decode(whole.token_ids[:first])
+
+
+def test_every_eos_id_ends_a_response_unless_ignored_or_too_early(engine: Engine) -> None:
+    assert len(engine.tokenizer.eos_ids) == 2
+    for eos in engine.tokenizer.eos_ids:
+        force = replace(GREEDY, logit_bias={eos: 1e4}, ignore_eos=False)
+        completion = engine.generate(["The lamps"], force)[0]
+        assert (list(completion.token_ids), completion.finish_reason, completion.text) == ([eos], "stop", "")
+        assert len(engine.generate(["The lamps"], replace(force, ignore_eos=True))[0].token_ids) == 12
+        late = engine.generate(["The lamps"], replace(force, min_tokens=4))[0]
+        assert (len(late.token_ids), late.token_ids[-1]) == (5, eos)
+
+
+def test_logprobs_are_those_of_the_distribution_before_filters(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.5, top_k=1, max_tokens=4, top_logprobs=3, ignore_eos=True)
+    completion = engine.generate(["The lamps"], params)[0]
+    everywhere = replace(GREEDY, max_tokens=4, top_logprobs=engine.model.config.vocab_size)
+    plain = engine.generate(["The lamps"], everywhere)[0]
+    assert completion.token_ids == plain.token_ids
+    assert completion.top_logprobs is not None and plain.top_logprobs is not None
+    for i, best in enumerate(completion.top_logprobs):
+        everything = torch.tensor([entry.logprob for entry in plain.top_logprobs[i]]) / 0.5
+        assert len(best) == 3
+        assert completion.logprobs[i] == best[0].logprob == pytest.approx(float(everything.log_softmax(0)[0]), abs=1e-4)
+
+
+def test_streamed_text_is_the_generated_text(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=20, seed=11, ignore_eos=True)
+    updates = list(engine.stream("The lamps", params))
+    completion = updates[-1].completion
+    assert completion is not None
+    assert (
+        "".join(update.text for update in updates) == completion.text == engine.generate(["The lamps"], params)[0].text
+    )
+
+
+def test_samples_of_a_list_draw_different_numbers_and_a_seed_repeats_them(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10, seed=4, ignore_eos=True)
+    first, second = (engine.generate(["The lamps"] * 3, params) for _ in range(2))
+    assert len({completion.token_ids.tobytes() for completion in first}) == 3
+    assert [c.token_ids for c in first] == [c.token_ids for c in second]
+    assert [c.logprobs for c in first] == [c.logprobs for c in second]
+    turn = engine.add("The lamps", params, sample=0, turn=1)
+    while not turn.finished:
+        engine.step()
+    assert turn.response != first[0].token_ids
+
+
+def test_drivers_of_one_engine_do_not_lose_each_others_updates(engine: Engine) -> None:
+    alone = engine.generate(["The harbour"], GREEDY)[0]
+    stream = engine.stream("The harbour", GREEDY)
+    next(stream)
+    queued = engine.add("The harbour", GREEDY)
+    engine.generate(["The lamps"], GREEDY)
+    assert list(stream)[-1].completion.token_ids == alone.token_ids  # type: ignore[union-attr]
+    seen = []
+    while engine.unfinished:
+        seen += engine.step()
+    assert {update.sequence for update in seen} == {queued}
+    assert [token for update in seen for token in update.token_ids] == list(alone.token_ids)
+
+
+def test_abort_is_legal_in_every_state_and_answered_once(engine: Engine) -> None:
+    waiting = engine.add("The harbour", GREEDY)
+    engine.abort(waiting)
+    engine.abort(waiting)
+    running = engine.add("The harbour", GREEDY)
+    updates = engine.step()
+    engine.abort(running)
+    opened = engine.add([], GREEDY, is_open=True)
+    engine.abort(opened)
+    while engine.unfinished:
+        updates += engine.step()
+    ended = [update.sequence for update in updates if update.completion is not None]
+    assert sorted(sequence.id for sequence in ended) == [waiting.id, running.id, opened.id]
+    assert all(u.completion.finish_reason == "abort" for u in updates if u.completion is not None)
+    finished = engine.generate(["The harbour"], GREEDY)
+    assert finished[0].finish_reason == "length"
+    engine.scheduler.check()
+
+
+def test_closing_a_stream_early_frees_its_pages(engine: Engine) -> None:
+    stream = engine.stream("The harbour", GREEDY)
+    next(stream)
+    stream.close()
+    assert not engine.unfinished
+    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+
+
+def test_an_open_prompt_is_the_closed_one(engine: Engine) -> None:
+    ids = engine.tokenizer.encode_prompt("The harbour town of Ostrel has 4312 people, two mills and a lighthouse.")
+    whole = engine.generate([ids], GREEDY)[0]
+    sequence = engine.add(ids[:5], GREEDY, is_open=True)
+    for start in range(5, len(ids), 7):
+        engine.step()
+        engine.extend(sequence, ids[start : start + 7])
+    engine.close(sequence)
+    while not sequence.finished:
+        engine.step()
+    assert sequence.response == whole.token_ids
+
+
+def test_two_engines_in_one_process_do_not_touch_each_other(folder: Path, engine: Engine) -> None:
+    other = Engine(folder, replace(CONFIG, page_size=4))
+    first, second = engine.stream("The lamps", GREEDY), other.stream("The lamps", GREEDY)
+    pairs = list(zip(first, second, strict=True))
+    assert [list(a.token_ids) for a, _ in pairs] == [list(b.token_ids) for _, b in pairs]
+
+
+def test_the_window_ends_a_response(folder: Path) -> None:
+    engine = Engine(folder, EngineConfig(kv_bytes=1 << 22, max_context=16))
+    completion = engine.generate([list(range(3, 13))], replace(GREEDY, max_tokens=50))[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+    with pytest.raises(RequestError, match="16 tokens and the window holds 16"):
+        engine.add(list(range(3, 19)), GREEDY)
+
+
+def test_what_cannot_be_served_is_refused_with_its_value(engine: Engine, folder: Path) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        engine.add("", GREEDY)
+    with pytest.raises(RequestError, match="token id -1 is outside"):
+        engine.add([3, -1], GREEDY)
+    with pytest.raises(RequestError, match="not 32-bit token ids"):
+        engine.add([3, "x"], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="put a single one into a list"):
+        engine.generate("The lamps", GREEDY)
+    with pytest.raises(RequestError, match="2 prompts but 1 SamplingParams"):
+        engine.generate(["a", "b"], [GREEDY])
+    with pytest.raises(RequestError, match="stop_ids"):
+        engine.generate(["a"], replace(GREEDY, stop_ids=(10**6,)))
+    with pytest.raises(RequestError, match="unfinished"):
+        engine.add("The lamps", GREEDY)
+        with engine.update():
+            pass
+    with pytest.raises(ConfigError, match="max_context=99999 exceeds the model's window of 4096"):
+        Engine(folder, replace(CONFIG, max_context=99999))
+    with pytest.raises(ConfigError, match="kv_bytes=10 holds not even one page"):
+        Engine(folder, replace(CONFIG, kv_bytes=10))
+
+
+def test_a_refused_prompt_in_a_list_leaves_nothing_behind(folder: Path) -> None:
+    engine = Engine(folder, CONFIG)
+    with pytest.raises(RequestError):
+        engine.generate(["The lamps", ""], GREEDY)
+    assert not engine.unfinished
+    engine.scheduler.check()
+
+
+def test_bfloat16_parameters_and_pages_run(folder: Path) -> None:
+    exact = Engine(folder, CONFIG).generate(["The lamps"], replace(GREEDY, max_tokens=1))[0]
+    engine = Engine(folder, replace(CONFIG, dtype="bfloat16", kv_dtype="bfloat16"))
+    assert engine.runner.pages[0].key.dtype == engine.model.dtype == torch.bfloat16
+    rounded = engine.generate(["The lamps"], replace(GREEDY, max_tokens=1))[0]
+    assert rounded.logprobs == pytest.approx(exact.logprobs, abs=0.1)
+    assert rounded.logprobs != exact.logprobs
