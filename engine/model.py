@@ -40,11 +40,28 @@ class KVPages:
 
 
 class Norm(nn.Module):
-    """The weight of an RMSNorm."""
+    """RMSNorm over the last axis."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, eps: float, ops: Ops) -> None:
         super().__init__()
+        self.eps, self.ops = eps, ops
         self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """y = x W^T (+ b). What changes a finished model from outside (quantised weights, adapters) replaces these."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.linear(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -55,26 +72,27 @@ class Attention(nn.Module):
         self.config, self.ops = config, ops
         self.scale = config.head_dim**-0.5
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.output_bias)
-        self.q_norm = Norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = Norm(config.head_dim) if config.qk_norm else None
+        self.q_proj = Linear(config.hidden_size, query, config.qkv_bias, ops)
+        self.k_proj = Linear(config.hidden_size, kv, config.qkv_bias, ops)
+        self.v_proj = Linear(config.hidden_size, kv, config.qkv_bias, ops)
+        self.o_proj = Linear(query, config.hidden_size, config.output_bias, ops)
+        if config.qk_norm:
+            self.q_norm = Norm(config.head_dim, config.rms_norm_eps, ops)
+            self.k_norm = Norm(config.head_dim, config.rms_norm_eps, ops)
 
     def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
         ops, head_dim = self.ops, self.config.head_dim
-        query = ops.linear(x, self.q_proj.weight, self.q_proj.bias).view(len(x), -1, head_dim)
-        key = ops.linear(x, self.k_proj.weight, self.k_proj.bias).view(len(x), -1, head_dim)
-        value = ops.linear(x, self.v_proj.weight, self.v_proj.bias).view(len(x), -1, head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            query = ops.rms_norm(query, self.q_norm.weight, self.config.rms_norm_eps)
-            key = ops.rms_norm(key, self.k_norm.weight, self.config.rms_norm_eps)
+        query = self.q_proj(x).view(len(x), -1, head_dim)
+        key = self.k_proj(x).view(len(x), -1, head_dim)
+        value = self.v_proj(x).view(len(x), -1, head_dim)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
         query = ops.rotate(query, batch.positions, cos, sin)
         key = ops.rotate(key, batch.positions, cos, sin)
         ops.write_kv(key, value, pages.key, pages.value, batch.slots)
         out = ops.paged_attention(query, pages.key, pages.value, batch.spans, self.scale)
-        return ops.linear(out.reshape(len(x), -1), self.o_proj.weight, self.o_proj.bias)
+        projected: Tensor = self.o_proj(out.reshape(len(x), -1))
+        return projected
 
 
 class MLP(nn.Module):
@@ -83,14 +101,13 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias, ops)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, config.mlp_bias, ops)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.ops.linear(x, self.gate_proj.weight, self.gate_proj.bias)
-        up = self.ops.linear(x, self.up_proj.weight, self.up_proj.bias)
-        return self.ops.linear(self.ops.silu_product(gate, up), self.down_proj.weight, self.down_proj.bias)
+        out: Tensor = self.down_proj(self.ops.silu_product(self.gate_proj(x), self.up_proj(x)))
+        return out
 
 
 class Layer(nn.Module):
@@ -98,16 +115,14 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.eps = ops, config.rms_norm_eps
         self.self_attn = Attention(config, ops)
         self.mlp = MLP(config, ops)
-        self.input_layernorm = Norm(config.hidden_size)
-        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps, ops)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps, ops)
 
     def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
-        normed = self.ops.rms_norm(x, self.input_layernorm.weight, self.eps)
-        x = x + self.self_attn(normed, batch, pages, cos, sin)
-        out: Tensor = x + self.mlp(self.ops.rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+        x = x + self.self_attn(self.input_layernorm(x), batch, pages, cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
@@ -118,7 +133,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, ops) for _ in range(config.num_layers))
-        self.norm = Norm(config.hidden_size)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps, ops)
 
 
 class Decoder(nn.Module):
@@ -133,7 +148,7 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.model = Stack(config, ops)
             if not config.tie_embeddings:
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+                self.lm_head = Linear(config.hidden_size, config.vocab_size, False, ops)
         cos, sin = rotary_tables(config.head_dim, config.rope_theta, config.rope_scaling, window)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -160,9 +175,12 @@ class Decoder(nn.Module):
         x = self.ops.embedding(batch.ids, self.model.embed_tokens.weight, self.activation_dtype)
         for layer, layer_pages in zip(self.model.layers, pages, strict=True):
             x = layer(x, batch, layer_pages, self.cos, self.sin)
-        return self.ops.rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
+        hidden: Tensor = self.model.norm(x)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary] in the activations' type."""
-        head = self.model.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return self.ops.linear(hidden, head.weight, None)
+        if self.config.tie_embeddings:
+            return self.ops.linear(hidden, self.model.embed_tokens.weight, None)
+        logits: Tensor = self.lm_head(hidden)
+        return logits

@@ -1,6 +1,10 @@
 // Which table of kernels this machine runs.
 #include <cstring>
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #include "kernels.h"
 
 namespace palimpsest::cpu {
@@ -21,6 +25,14 @@ bool has_avx512() {
 }
 }  // namespace
 #endif
+
+Index max_threads() {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
 
 const Kernels* find_kernels(const char* isa) {
 #if defined(__x86_64__)

@@ -23,6 +23,9 @@ struct Kernels {
                    bool bias_bf16, float* y, Index rows, Index in, Index out);
 };
 
+// How many threads a parallel loop may use: what torch.set_num_threads says, as torch and this module share one OpenMP.
+Index max_threads();
+
 // The table for "scalar", "avx2" or "avx512"; nullptr when this machine or this build lacks it.
 const Kernels* find_kernels(const char* isa);
 

@@ -18,6 +18,7 @@ namespace palimpsest::cpu::PALIMPSEST_ISA {
 constexpr Index kWidth = 16;
 
 inline Index smaller(Index a, Index b) { return a < b ? a : b; }
+inline Index larger(Index a, Index b) { return a > b ? a : b; }
 
 struct BFloat16 {
     std::uint16_t bits;
@@ -47,6 +48,18 @@ struct F16 {
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F16 maximum(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+// Lanes below n from x, the others `other`.
+inline F16 keep_first(F16 x, Index n, F16 other) {
+    return {_mm512_mask_mov_ps(other.v, __mmask16(n >= kWidth ? 0xffff : (1u << n) - 1), x.v)};
+}
+// x times 2^n, where n stands in the low bits of `exponent`.
+inline F16 scale_by_power(F16 x, F16 exponent) {
+    __m512i shifted = _mm512_slli_epi32(_mm512_castps_si512(exponent.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), shifted))};
+}
 // Each lane holds two bfloat16 (the lower half first in memory): one of them as floats.
 inline F16 widen_low(F16 pair) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pair.v), 16))}; }
 inline F16 widen_high(F16 pair) {
@@ -75,6 +88,21 @@ struct F16 {
 inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F16 maximum(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F16 keep_first(F16 x, Index n, F16 other) {
+    __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    auto below = [&](int count) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane)); };
+    return {_mm256_blendv_ps(other.lo, x.lo, below(int(n))), _mm256_blendv_ps(other.hi, x.hi, below(int(n) - 8))};
+}
+inline F16 scale_by_power(F16 x, F16 exponent) {
+    auto scale = [](__m256 v, __m256 e) {
+        __m256i shifted = _mm256_slli_epi32(_mm256_castps_si256(e), 23);
+        return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), shifted));
+    };
+    return {scale(x.lo, exponent.lo), scale(x.hi, exponent.hi)};
+}
 inline F16 widen_low(F16 pair) {
     auto widen = [](__m256 v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16)); };
     return {widen(pair.lo), widen(pair.hi)};
@@ -113,6 +141,29 @@ inline F16 operator*(const F16& a, const F16& b) {
 inline F16 fma(const F16& a, const F16& b, const F16& c) {
     return F16::make([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
 }
+inline F16 operator-(const F16& a, const F16& b) {
+    return F16::make([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline F16 operator/(const F16& a, const F16& b) {
+    return F16::make([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline F16 maximum(const F16& a, const F16& b) {
+    return F16::make([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline F16 keep_first(const F16& x, Index n, const F16& other) {
+    return F16::make([&](int i) { return i < n ? x.v[i] : other.v[i]; });
+}
+inline F16 scale_by_power(const F16& x, const F16& exponent) {
+    return F16::make([&](int i) {
+        std::uint32_t bits, n;
+        std::memcpy(&bits, &x.v[i], 4);
+        std::memcpy(&n, &exponent.v[i], 4);
+        bits += n << 23;
+        float scaled;
+        std::memcpy(&scaled, &bits, 4);
+        return scaled;
+    });
+}
 inline F16 widen_half(const F16& pair, int shift) {
     return F16::make([&](int i) {
         std::uint32_t bits;
@@ -146,6 +197,14 @@ inline float sum(F16 x) {
     for (int half = kWidth / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
+}
+
+inline float largest(F16 x) {
+    float lanes[kWidth];
+    x.store(lanes);
+    float result = lanes[0];
+    for (int i = 1; i < kWidth; i++) result = lanes[i] > result ? lanes[i] : result;
+    return result;
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA
