@@ -1,0 +1,281 @@
+// Attention of ragged spans over pages of keys and values (the fold is that of FlashAttention, arXiv 2205.14135, algorithm 1).
+//
+// Order: the tokens of a sequence are cut into tiles of kTile by absolute position. Within a tile a score is one FMA chain over
+// rising d, times `scale`; the weights e^(score - largest score) are summed by lane (token mod 16) over rising tokens, then the
+// lanes by halving; an output is one FMA chain over rising tokens. The tiles' (largest, sum, output) are folded left to right.
+// Tokens that a row does not see take no part. Nothing of this depends on the other rows, pages, threads, or how tiles are
+// dealt out.
+//
+// A task is some rows (token, head of the group) of one span and one key head. Few rows transpose keys in registers (each key is
+// read once, from memory, in decoding); many rows share a transposed copy of the tile's keys.
+#pragma once
+
+#include "chains.h"
+#include "math.h"
+
+namespace palimpsest::cpu::PALIMPSEST_ISA {
+
+constexpr Index kTile = kAttentionTile, kMaxDim = kAttentionMaxDim, kMaxRows = kAttentionMaxRows;
+static_assert(kTile <= kBlock && kMaxDim <= kBlock, "a chain fits into one block of chains.h");
+
+// What stays the same over the tiles of a task.
+struct Rows {
+    alignas(64) float query[kMaxRows * kBlock];
+    Index position[kMaxRows];
+    Index count;
+    Index vectors;  // of one output
+};
+
+// One tile's share of a row: output = sum e^(score - largest) value, sum = sum e^(score - largest).
+// In memory: largest, sum, 14 unused, then the outputs.
+constexpr Index kHeader = kWidth;
+
+// Continues the running (largest, sum, output) with the tile to its right; the first tile is copied.
+inline void fold(float* running, const float* tile, Index vectors, bool first) {
+    if (first) {
+        std::memcpy(running, tile, (kHeader + vectors * kWidth) * sizeof(float));
+        return;
+    }
+    float top = running[0] > tile[0] ? running[0] : tile[0];
+    float keep = exp(running[0] - top), add = exp(tile[0] - top);
+    running[0] = top;
+    running[1] = std::fma(running[1], keep, tile[1] * add);
+    for (Index i = 0; i < vectors; i++) {
+        Index at = kHeader + i * kWidth;
+        fma(F16::load(running + at), F16::set(keep), F16::load(tile + at) * F16::set(add)).store(running + at);
+    }
+}
+
+inline void write_output(const float* running, float* out, Index dim) {
+    F16 sum = F16::set(running[1]);
+    for (Index d = 0; d < dim; d += kWidth) {
+        F16 value = F16::load(running + kHeader + d) / sum;
+        if (d + kWidth <= dim)
+            value.store(out + d);
+        else
+            store_first(value, out + d, dim - d);
+    }
+}
+
+// Where the tokens of a tile lie: offsets into the pages of one key head.
+inline void locate(const AttentionCall& c, const AttentionTask& task, Index start, Index count, Index* offsets) {
+    const std::int32_t* pages = c.pages + task.span * c.pages_stride;
+    Index page = start / c.page_size, within = start % c.page_size;
+    for (Index i = 0; i < count; i++) {
+        offsets[i] = ((pages[page] * c.kv_heads + task.kv_head) * c.page_size + within) * c.head_dim;
+        if (++within == c.page_size) within = 0, page++;
+    }
+}
+
+// scores[r][token], rows kBlock apart, of R rows from query row `first` on. Rows of keys are transposed in registers.
+template <int R, class T>
+void scores_few(const AttentionCall& c, const Rows& rows, Index first, const Index* offsets, Index count, Index ahead,
+                float* scores) {
+    const T* keys = static_cast<const T*>(c.key_pages);
+    const T* values = static_cast<const T*>(c.value_pages);
+    for (Index t = 0; t < count; t += kWidth) {
+        const T* sixteen[kWidth];
+        for (Index j = 0; j < kWidth; j++) sixteen[j] = keys + offsets[smaller(t + j, count - 1)];
+        for (Index j = t; j < smaller(t + kWidth, count); j++)  // the values are wanted next
+            for (Index d = 0; d < c.head_dim; d += Index(64 / sizeof(T))) __builtin_prefetch(values + offsets[j] + d);
+        F16 total[R] = {};
+        sixteen_chains<R, T>(rows.query + first * kBlock, kBlock, sixteen, c.head_dim, total, ahead);
+        for (int r = 0; r < R; r++) (total[r] * F16::set(c.scale)).store(scores + r * kBlock + t);
+    }
+}
+
+// keys[d][token]: the keys of a tile, transposed; columns from `count` to the next multiple of kPanel repeat the last token.
+template <class T>
+void transpose_keys(const AttentionCall& c, const Index* offsets, Index count, float* keys) {
+    constexpr Index step = Block<T>::kDepth;
+    const T* from = static_cast<const T*>(c.key_pages);
+    for (Index t = 0; t < (count + kPanel - 1) / kPanel * kPanel; t += kWidth) {
+        const T* sixteen[kWidth];
+        for (Index j = 0; j < kWidth; j++) sixteen[j] = from + offsets[smaller(t + j, count - 1)];
+        F16 block[kWidth];
+        Index d = 0;
+        for (; d + step <= c.head_dim; d += step) {
+            load_transposed(sixteen, d, block, 0);
+#pragma GCC unroll 32
+            for (int i = 0; i < step; i++) Block<T>::column(block, i).store(keys + (d + i) * kTile + t);
+        }
+        if (d < c.head_dim) {
+            load_transposed_rest(sixteen, d, c.head_dim - d, block);
+            for (int i = 0; i < c.head_dim - d; i++) Block<T>::column(block, i).store(keys + (d + i) * kTile + t);
+        }
+    }
+}
+
+template <int R>
+void scores_many(const AttentionCall& c, const Rows& rows, Index first, const float* keys, Index count, float* scores) {
+    for (Index t = 0; t < count; t += kPanel) {
+        F16 acc[R][kTileVectors];
+        set_zero(acc);
+        auto load = [&](Index d, F16(&w)[kTileVectors]) {
+#pragma GCC unroll 2
+            for (int v = 0; v < kTileVectors; v++) w[v] = F16::load(keys + d * kTile + t + v * kWidth);
+        };
+        panel_chains(rows.query + first * kBlock, 0, c.head_dim, load, acc);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kTileVectors; v++)
+                (acc[r][v] * F16::set(c.scale)).store(scores + r * kBlock + t + v * kWidth);
+    }
+}
+
+// Turns the first `count` scores of a row into weights, and sets the tile's largest and sum.
+inline void softmax_row(float* scores, Index count, float* tile) {
+    F16 lowest = F16::set(-INFINITY), top = lowest, sums = F16::zero();
+    for (Index t = 0; t < count; t += kWidth)
+        top = maximum(top, keep_first(F16::load(scores + t), count - t, lowest));
+    tile[0] = largest(top);
+    top = F16::set(tile[0]);
+    for (Index t = 0; t < count; t += kWidth) {
+        F16 weight = keep_first(exp(F16::load(scores + t) - top), count - t, F16::zero());
+        weight.store(scores + t);
+        sums = sums + weight;
+    }
+    tile[1] = sum(sums);
+}
+
+// Continues the outputs of R rows (at `out`, `stride` apart) over the tokens from .. to, for kTileVectors vectors from d on.
+template <int R, bool kWhole, class T>
+void weigh_values(const AttentionCall& c, const float* weights, const Index* offsets, Index from, Index to, Index d,
+                  float* out, Index stride) {
+    const T* values = static_cast<const T*>(c.value_pages) + d;
+    F16 acc[R][kTileVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < kTileVectors; v++) acc[r][v] = F16::load(out + r * stride + d + v * kWidth);
+    auto load = [&](Index t, F16(&w)[kTileVectors]) {
+        const T* value = values + offsets[t];
+#pragma GCC unroll 2
+        for (int v = 0; v < kTileVectors; v++) {
+            Index left = c.head_dim - d - v * kWidth;
+            w[v] = kWhole        ? F16::load(value + v * kWidth)
+                   : left <= 0   ? F16::zero()
+                                 : load_first(value + v * kWidth, smaller(left, kWidth));
+        }
+    };
+    panel_chains(weights, from, to, load, acc);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < kTileVectors; v++) acc[r][v].store(out + r * stride + d + v * kWidth);
+}
+
+template <int R, class T>
+void weigh_values(const AttentionCall& c, const float* weights, const Index* offsets, Index from, Index to, float* out,
+                  Index stride) {
+    for (Index d = 0; d < c.head_dim; d += kPanel)
+        if (d + kPanel <= c.head_dim)
+            weigh_values<R, true, T>(c, weights, offsets, from, to, d, out, stride);
+        else
+            weigh_values<R, false, T>(c, weights, offsets, from, to, d, out, stride);
+}
+
+// The tiles' shares of R rows from `first` on, which see seen[r] (rising) tokens of this tile. tiles: `stride` floats a row.
+template <int R, class T>
+void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const Index* offsets, float* tiles, Index stride) {
+    for (int r = 0; r < R; r++) {
+        if (seen[r] > 0) softmax_row(scores + r * kBlock, seen[r], tiles + r * stride);
+        std::memset(tiles + r * stride + kHeader, 0, (stride - kHeader) * sizeof(float));
+    }
+    Index common = larger(seen[0], 0);
+    weigh_values<R, T>(c, scores, offsets, 0, common, tiles + kHeader, stride);
+    for (int r = 0; r < R; r++)
+        if (seen[r] > common)
+            weigh_values<1, T>(c, scores + r * kBlock, offsets, common, seen[r], tiles + r * stride + kHeader, stride);
+}
+
+template <class T>
+void attention_tiles(const AttentionCall& c, const AttentionTask& task, const Rows& rows, Index first_tile, Index last_tile,
+                     float* partials, float* running) {
+    alignas(64) float keys[kMaxDim * kTile];
+    alignas(64) float scores[kTileRows * kBlock];
+    alignas(64) float tiles[kTileRows * (kHeader + kMaxDim)];
+    Index stride = kHeader + rows.vectors * kWidth;
+    bool few = rows.count <= kPassRows;
+    for (Index tile = first_tile; tile < last_tile; tile++) {
+        Index start = tile * kTile, offsets[kTile + 1];
+        Index count = smaller(kTile, rows.position[rows.count - 1] + 1 - start);
+        bool more = rows.position[rows.count - 1] + 1 > start + count;
+        locate(c, task, start, count + more, offsets);
+        if (!few) transpose_keys<T>(c, offsets, count, keys);
+        Index step = few ? kPassRows : kTileRows;
+        for (Index first = 0; first < rows.count; first += step) {
+            Index seen[kTileRows], here = smaller(step, rows.count - first);
+            for (Index r = 0; r < here; r++) seen[r] = smaller(kTile, rows.position[first + r] + 1 - start);
+            if (seen[here - 1] <= 0) continue;
+            float* to = partials ? partials + (tile * rows.count + first) * stride : tiles;
+            if (few)
+                with_rows<kPassRows>(here, [&](auto n) {
+                    scores_few<decltype(n)::value, T>(c, rows, first, offsets, count, more ? offsets[kTile] - offsets[0] : 0,
+                                                      scores);
+                });
+            else
+                with_rows<kTileRows>(here, [&](auto n) {
+                    scores_many<decltype(n)::value>(c, rows, first, keys, seen[here - 1], scores);
+                });
+            with_rows<kTileRows>(here, [&](auto n) {
+                tile_rows<decltype(n)::value, T>(c, seen, scores, offsets, to, stride);
+            });
+            if (partials) continue;
+            for (Index r = 0; r < here; r++)
+                if (seen[r] > 0) fold(running + (first + r) * stride, tiles + r * stride, rows.vectors, tile == 0);
+        }
+    }
+}
+
+// Row i of a task is head i % group of token i / group.
+inline float* output_of(const AttentionCall& c, const AttentionTask& task, Index row) {
+    Index group = c.heads / c.kv_heads;
+    Index token = c.query_start[task.span] + task.first_token + row / group;
+    return c.out + (token * c.heads + task.kv_head * group + row % group) * c.head_dim;
+}
+
+inline void read_rows(const AttentionCall& c, const AttentionTask& task, Rows& rows) {
+    Index group = c.heads / c.kv_heads;
+    Index begin = c.query_start[task.span], end = c.query_start[task.span + 1];
+    rows.count = task.tokens * group;
+    rows.vectors = (c.head_dim + kPanel - 1) / kPanel * kTileVectors;
+    for (Index i = 0; i < rows.count; i++) {
+        Index token = begin + task.first_token + i / group, head = task.kv_head * group + i % group;
+        rows.position[i] = c.kv_length[task.span] - (end - token);
+        std::memcpy(rows.query + i * kBlock, c.query + token * c.query_stride + head * c.head_dim,
+                    c.head_dim * sizeof(float));
+    }
+}
+
+// Computes the tiles first_tile .. last_tile of a task. With `partials` the tiles' shares go there, for attention_fold;
+// without, the tiles must be all of the task's, and its outputs are written.
+inline void attention_piece(const AttentionCall& c, const AttentionTask& task, Index first_tile, Index last_tile,
+                            float* partials) {
+    Rows rows;
+    read_rows(c, task, rows);
+    alignas(64) float running[kMaxRows * (kHeader + kMaxDim)];
+    if (c.kv_bf16)
+        attention_tiles<BFloat16>(c, task, rows, first_tile, last_tile, partials, running);
+    else
+        attention_tiles<float>(c, task, rows, first_tile, last_tile, partials, running);
+    if (partials) return;
+    for (Index i = 0; i < rows.count; i++)
+        write_output(running + i * (kHeader + rows.vectors * kWidth), output_of(c, task, i), c.head_dim);
+}
+
+// Folds the shares of all tiles of a task and writes its outputs.
+inline void attention_fold(const AttentionCall& c, const AttentionTask& task, const float* partials) {
+    Rows rows;
+    read_rows(c, task, rows);
+    Index stride = kHeader + rows.vectors * kWidth;
+    for (Index i = 0; i < rows.count; i++) {
+        alignas(64) float running[kHeader + kMaxDim];
+        for (Index tile = 0; tile * kTile <= rows.position[i]; tile++)
+            fold(running, partials + (tile * rows.count + i) * stride, rows.vectors, tile == 0);
+        write_output(running, output_of(c, task, i), c.head_dim);
+    }
+}
+
+}  // namespace palimpsest::cpu::PALIMPSEST_ISA
