@@ -14,6 +14,7 @@ namespace {
 
 const float* floats(Address address) { return reinterpret_cast<const float*>(address); }
 float* floats_out(Address address) { return reinterpret_cast<float*>(address); }
+const std::int32_t* ints(Address address) { return reinterpret_cast<const std::int32_t*>(address); }
 const void* bytes(Address address) { return reinterpret_cast<const void*>(address); }
 
 // One instruction set's kernels. Every call releases the GIL.
@@ -37,6 +38,16 @@ class CpuKernels {
                        out);
     }
 
+    void paged_attention(Address query, Index query_stride, Address key_pages, Address value_pages, bool kv_bf16,
+                         Address query_start, Address kv_length, Address pages, Index pages_stride, Index spans,
+                         Index heads, Index kv_heads, Index head_dim, Index page_size, Index page_count, float scale,
+                         Address out) const {
+        palimpsest::cpu::paged_attention(
+            *table_, {floats(query), query_stride, bytes(key_pages), bytes(value_pages), kv_bf16, ints(query_start),
+                      ints(kv_length), ints(pages), pages_stride, spans, heads, kv_heads, head_dim, page_size,
+                      page_count, scale, floats_out(out)});
+    }
+
   private:
     const palimpsest::cpu::Kernels* table_;
 };
@@ -49,5 +60,6 @@ PYBIND11_MODULE(_C, m) {
         .def(py::init<const std::string&>(), py::arg("isa"))
         .def_property_readonly("isa", &CpuKernels::isa)
         .def("rms_norm", &CpuKernels::rms_norm, Release())
-        .def("linear", &CpuKernels::linear, Release());
+        .def("linear", &CpuKernels::linear, Release())
+        .def("paged_attention", &CpuKernels::paged_attention, Release());
 }

@@ -5,8 +5,13 @@ Parameters are float32 or bfloat16 in the checkpoint's layout, read in place; ac
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .ops import Spans
 
 try:
     from .. import _C
@@ -16,7 +21,7 @@ else:
     BUILT = True
     _kernels = _C.CpuKernels("best")
 
-__all__ = ["linear", "rms_norm", "unavailable"]
+__all__ = ["linear", "paged_attention", "rms_norm", "unavailable"]
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -72,3 +77,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         *(y.data_ptr(), rows, size, out),
     )
     return y
+
+
+def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+    """float32 [T, heads, head_dim] over dense float32 or bfloat16 pages -> float32 [T, heads, head_dim].
+
+    Raises ValueError for other layouts, head_dim above 256, groups above 96 heads, and spans that leave their pages.
+    """
+    tokens, heads, head_dim = query.shape
+    page_count, kv_heads, page_size, _ = key_pages.shape
+    ok = _is_rows(query) and (heads == 1 or query.stride(1) == head_dim)
+    ok = ok and _is_parameter(key_pages) and _is_parameter(value_pages) and key_pages.dtype == value_pages.dtype
+    ok = ok and key_pages.shape == value_pages.shape == (page_count, kv_heads, page_size, head_dim)
+    ok = ok and head_dim <= 256 and heads % kv_heads == 0 and heads // kv_heads <= 96
+    _check(ok, "paged_attention", query, key_pages, value_pages)
+    tables = (spans.query_start, spans.kv_length, spans.pages)
+    count = len(spans.kv_length)
+    ok = all(t.dtype == torch.int32 and t.device.type == "cpu" and t.is_contiguous() for t in tables)
+    ok = ok and spans.query_start.shape == (count + 1,) and spans.pages.shape[0] == count
+    _check(ok and int(spans.query_start[-1]) == tokens, "paged_attention", *tables)
+    out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
+    _kernels.paged_attention(
+        *(query.data_ptr(), query.stride(0), key_pages.data_ptr(), value_pages.data_ptr()),
+        *(key_pages.dtype == torch.bfloat16, *(t.data_ptr() for t in tables), spans.pages.shape[1], count),
+        *(heads, kv_heads, head_dim, page_size, page_count, scale, out.data_ptr()),
+    )
+    return out

@@ -1,13 +1,14 @@
-// Attention of ragged spans over pages of keys and values (the fold is that of FlashAttention, arXiv 2205.14135, algorithm 1).
+// Attention of ragged spans over pages of keys and values (the fold is that of FlashAttention, arXiv 2205.14135,
+// algorithm 1).
 //
-// Order: the tokens of a sequence are cut into tiles of kTile by absolute position. Within a tile a score is one FMA chain over
-// rising d, times `scale`; the weights e^(score - largest score) are summed by lane (token mod 16) over rising tokens, then the
-// lanes by halving; an output is one FMA chain over rising tokens. The tiles' (largest, sum, output) are folded left to right.
-// Tokens that a row does not see take no part. Nothing of this depends on the other rows, pages, threads, or how tiles are
-// dealt out.
+// Order: the tokens of a sequence are cut into tiles of kTile by absolute position. Within a tile a score is one FMA
+// chain over rising d, times `scale`; the weights e^(score - largest score) are summed by lane (token mod 16) over
+// rising tokens, then the lanes by halving; an output is one FMA chain over rising tokens. The tiles' (largest, sum,
+// output) are folded left to right. Tokens that a row does not see take no part. Nothing of this depends on the other
+// rows, pages, threads, or how tiles are dealt out.
 //
-// A task is some rows (token, head of the group) of one span and one key head. Few rows transpose keys in registers (each key is
-// read once, from memory, in decoding); many rows share a transposed copy of the tile's keys.
+// A task is some rows (token, head of the group) of one span and one key head. Few rows transpose keys in registers
+// (each key is read once, from memory, in decoding); many rows share a transposed copy of the tile's keys.
 #pragma once
 
 #include "chains.h"
@@ -23,7 +24,6 @@ struct Rows {
     alignas(64) float query[kMaxRows * kBlock];
     Index position[kMaxRows];
     Index count;
-    Index vectors;  // of one output
 };
 
 // One tile's share of a row: output = sum e^(score - largest) value, sum = sum e^(score - largest).
@@ -57,34 +57,43 @@ inline void write_output(const float* running, float* out, Index dim) {
     }
 }
 
-// Where the tokens of a tile lie: offsets into the pages of one key head.
-inline void locate(const AttentionCall& c, const AttentionTask& task, Index start, Index count, Index* offsets) {
+// The tokens of a tile that some row of the task sees, as offsets into the pages.
+struct Tile {
+    Index count = 0;
+    Index offsets[kTile];
+};
+
+inline void locate(const AttentionCall& c, const AttentionTask& task, Index start, Index end, Tile& tile) {
     const std::int32_t* pages = c.pages + task.span * c.pages_stride;
     Index page = start / c.page_size, within = start % c.page_size;
-    for (Index i = 0; i < count; i++) {
-        offsets[i] = ((pages[page] * c.kv_heads + task.kv_head) * c.page_size + within) * c.head_dim;
+    tile.count = larger(0, smaller(kTile, end - start));
+    for (Index i = 0; i < tile.count; i++) {
+        tile.offsets[i] = ((pages[page] * c.kv_heads + task.kv_head) * c.page_size + within) * c.head_dim;
         if (++within == c.page_size) within = 0, page++;
     }
 }
 
 // scores[r][token], rows kBlock apart, of R rows from query row `first` on. Rows of keys are transposed in registers.
 template <int R, class T>
-void scores_few(const AttentionCall& c, const Rows& rows, Index first, const Index* offsets, Index count, Index ahead,
+void scores_few(const AttentionCall& c, const Rows& rows, Index first, const Tile& tile, const Tile& next,
                 float* scores) {
     const T* keys = static_cast<const T*>(c.key_pages);
     const T* values = static_cast<const T*>(c.value_pages);
-    for (Index t = 0; t < count; t += kWidth) {
+    for (Index t = 0; t < tile.count; t += kWidth) {
         const T* sixteen[kWidth];
-        for (Index j = 0; j < kWidth; j++) sixteen[j] = keys + offsets[smaller(t + j, count - 1)];
-        for (Index j = t; j < smaller(t + kWidth, count); j++)  // the values are wanted next
-            for (Index d = 0; d < c.head_dim; d += Index(64 / sizeof(T))) __builtin_prefetch(values + offsets[j] + d);
+        for (Index j = 0; j < kWidth; j++) sixteen[j] = keys + tile.offsets[smaller(t + j, tile.count - 1)];
+        for (Index j = t; j < smaller(t + kWidth, tile.count); j++)  // the values are wanted next
+            for (Index d = 0; d < c.head_dim; d += Index(64 / sizeof(T)))
+                __builtin_prefetch(values + tile.offsets[j] + d, 0, 2);
+        Index ahead = t < next.count ? next.offsets[t] - tile.offsets[t] : 0;
         F16 total[R] = {};
         sixteen_chains<R, T>(rows.query + first * kBlock, kBlock, sixteen, c.head_dim, total, ahead);
         for (int r = 0; r < R; r++) (total[r] * F16::set(c.scale)).store(scores + r * kBlock + t);
     }
 }
 
-// keys[d][token]: the keys of a tile, transposed; columns from `count` to the next multiple of kPanel repeat the last token.
+// keys[d][token]: the keys of a tile, transposed; columns from `count` to the next multiple of kPanel repeat the last
+// token.
 template <class T>
 void transpose_keys(const AttentionCall& c, const Index* offsets, Index count, float* keys) {
     constexpr Index step = Block<T>::kDepth;
@@ -127,8 +136,7 @@ void scores_many(const AttentionCall& c, const Rows& rows, Index first, const fl
 // Turns the first `count` scores of a row into weights, and sets the tile's largest and sum.
 inline void softmax_row(float* scores, Index count, float* tile) {
     F16 lowest = F16::set(-INFINITY), top = lowest, sums = F16::zero();
-    for (Index t = 0; t < count; t += kWidth)
-        top = maximum(top, keep_first(F16::load(scores + t), count - t, lowest));
+    for (Index t = 0; t < count; t += kWidth) top = maximum(top, keep_first(F16::load(scores + t), count - t, lowest));
     tile[0] = largest(top);
     top = F16::set(tile[0]);
     for (Index t = 0; t < count; t += kWidth) {
@@ -139,7 +147,8 @@ inline void softmax_row(float* scores, Index count, float* tile) {
     tile[1] = sum(sums);
 }
 
-// Continues the outputs of R rows (at `out`, `stride` apart) over the tokens from .. to, for kTileVectors vectors from d on.
+// Continues the outputs of R rows (at `out`, `stride` apart) over the tokens from .. to, for kTileVectors vectors from
+// d on.
 template <int R, bool kWhole, class T>
 void weigh_values(const AttentionCall& c, const float* weights, const Index* offsets, Index from, Index to, Index d,
                   float* out, Index stride) {
@@ -154,9 +163,9 @@ void weigh_values(const AttentionCall& c, const float* weights, const Index* off
 #pragma GCC unroll 2
         for (int v = 0; v < kTileVectors; v++) {
             Index left = c.head_dim - d - v * kWidth;
-            w[v] = kWhole        ? F16::load(value + v * kWidth)
-                   : left <= 0   ? F16::zero()
-                                 : load_first(value + v * kWidth, smaller(left, kWidth));
+            w[v] = kWhole      ? F16::load(value + v * kWidth)
+                   : left <= 0 ? F16::zero()
+                               : load_first(value + v * kWidth, smaller(left, kWidth));
         }
     };
     panel_chains(weights, from, to, load, acc);
@@ -176,9 +185,11 @@ void weigh_values(const AttentionCall& c, const float* weights, const Index* off
             weigh_values<R, false, T>(c, weights, offsets, from, to, d, out, stride);
 }
 
-// The tiles' shares of R rows from `first` on, which see seen[r] (rising) tokens of this tile. tiles: `stride` floats a row.
+// The tiles' shares of R rows from `first` on, which see seen[r] (rising) tokens of this tile. tiles: `stride` floats a
+// row.
 template <int R, class T>
-void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const Index* offsets, float* tiles, Index stride) {
+void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const Index* offsets, float* tiles,
+               Index stride) {
     for (int r = 0; r < R; r++) {
         if (seen[r] > 0) softmax_row(scores + r * kBlock, seen[r], tiles + r * stride);
         std::memset(tiles + r * stride + kHeader, 0, (stride - kHeader) * sizeof(float));
@@ -191,40 +202,38 @@ void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const I
 }
 
 template <class T>
-void attention_tiles(const AttentionCall& c, const AttentionTask& task, const Rows& rows, Index first_tile, Index last_tile,
-                     float* partials, float* running) {
+void attention_tiles(const AttentionCall& c, const AttentionTask& task, const Rows& rows, Index first_tile,
+                     Index last_tile, float* partials, float* running) {
     alignas(64) float keys[kMaxDim * kTile];
     alignas(64) float scores[kTileRows * kBlock];
-    alignas(64) float tiles[kTileRows * (kHeader + kMaxDim)];
-    Index stride = kHeader + rows.vectors * kWidth;
+    alignas(64) float own_shares[kTileRows * (kHeader + kMaxDim)];
+    Index stride = attention_share(c.head_dim), vectors = (stride - kHeader) / kWidth;
+    Index end = rows.position[rows.count - 1] + 1;
     bool few = rows.count <= kPassRows;
+    Tile places[2];
+    locate(c, task, first_tile * kTile, end, places[first_tile % 2]);
     for (Index tile = first_tile; tile < last_tile; tile++) {
-        Index start = tile * kTile, offsets[kTile + 1];
-        Index count = smaller(kTile, rows.position[rows.count - 1] + 1 - start);
-        bool more = rows.position[rows.count - 1] + 1 > start + count;
-        locate(c, task, start, count + more, offsets);
-        if (!few) transpose_keys<T>(c, offsets, count, keys);
-        Index step = few ? kPassRows : kTileRows;
-        for (Index first = 0; first < rows.count; first += step) {
-            Index seen[kTileRows], here = smaller(step, rows.count - first);
-            for (Index r = 0; r < here; r++) seen[r] = smaller(kTile, rows.position[first + r] + 1 - start);
-            if (seen[here - 1] <= 0) continue;
-            float* to = partials ? partials + (tile * rows.count + first) * stride : tiles;
+        const Tile& here = places[tile % 2];
+        Tile& next = places[(tile + 1) % 2];
+        locate(c, task, (tile + 1) * kTile, end, next);
+        if (!few) transpose_keys<T>(c, here.offsets, here.count, keys);
+        for (Index first = 0; first < rows.count; first += kTileRows) {
+            Index seen[kTileRows], some = smaller(kTileRows, rows.count - first);
+            for (Index r = 0; r < some; r++) seen[r] = smaller(kTile, rows.position[first + r] + 1 - tile * kTile);
+            if (seen[some - 1] <= 0) continue;
             if (few)
-                with_rows<kPassRows>(here, [&](auto n) {
-                    scores_few<decltype(n)::value, T>(c, rows, first, offsets, count, more ? offsets[kTile] - offsets[0] : 0,
-                                                      scores);
-                });
+                with_rows<kPassRows>(
+                    some, [&](auto n) { scores_few<decltype(n)::value, T>(c, rows, first, here, next, scores); });
             else
-                with_rows<kTileRows>(here, [&](auto n) {
-                    scores_many<decltype(n)::value>(c, rows, first, keys, seen[here - 1], scores);
+                with_rows<kTileRows>(some, [&](auto n) {
+                    scores_many<decltype(n)::value>(c, rows, first, keys, seen[some - 1], scores);
                 });
-            with_rows<kTileRows>(here, [&](auto n) {
-                tile_rows<decltype(n)::value, T>(c, seen, scores, offsets, to, stride);
-            });
+            float* shares = partials ? partials + (tile * rows.count + first) * stride : own_shares;
+            with_rows<kTileRows>(
+                some, [&](auto n) { tile_rows<decltype(n)::value, T>(c, seen, scores, here.offsets, shares, stride); });
             if (partials) continue;
-            for (Index r = 0; r < here; r++)
-                if (seen[r] > 0) fold(running + (first + r) * stride, tiles + r * stride, rows.vectors, tile == 0);
+            for (Index r = 0; r < some; r++)
+                if (seen[r] > 0) fold(running + (first + r) * stride, shares + r * stride, vectors, tile == 0);
         }
     }
 }
@@ -236,14 +245,17 @@ inline float* output_of(const AttentionCall& c, const AttentionTask& task, Index
     return c.out + (token * c.heads + task.kv_head * group + row % group) * c.head_dim;
 }
 
+inline Index position_of(const AttentionCall& c, const AttentionTask& task, Index row) {
+    Index tokens = c.query_start[task.span + 1] - c.query_start[task.span], group = c.heads / c.kv_heads;
+    return c.kv_length[task.span] - tokens + task.first_token + row / group;
+}
+
 inline void read_rows(const AttentionCall& c, const AttentionTask& task, Rows& rows) {
     Index group = c.heads / c.kv_heads;
-    Index begin = c.query_start[task.span], end = c.query_start[task.span + 1];
     rows.count = task.tokens * group;
-    rows.vectors = (c.head_dim + kPanel - 1) / kPanel * kTileVectors;
     for (Index i = 0; i < rows.count; i++) {
-        Index token = begin + task.first_token + i / group, head = task.kv_head * group + i % group;
-        rows.position[i] = c.kv_length[task.span] - (end - token);
+        Index token = c.query_start[task.span] + task.first_token + i / group, head = task.kv_head * group + i % group;
+        rows.position[i] = position_of(c, task, i);
         std::memcpy(rows.query + i * kBlock, c.query + token * c.query_stride + head * c.head_dim,
                     c.head_dim * sizeof(float));
     }
@@ -262,18 +274,16 @@ inline void attention_piece(const AttentionCall& c, const AttentionTask& task, I
         attention_tiles<float>(c, task, rows, first_tile, last_tile, partials, running);
     if (partials) return;
     for (Index i = 0; i < rows.count; i++)
-        write_output(running + i * (kHeader + rows.vectors * kWidth), output_of(c, task, i), c.head_dim);
+        write_output(running + i * attention_share(c.head_dim), output_of(c, task, i), c.head_dim);
 }
 
 // Folds the shares of all tiles of a task and writes its outputs.
 inline void attention_fold(const AttentionCall& c, const AttentionTask& task, const float* partials) {
-    Rows rows;
-    read_rows(c, task, rows);
-    Index stride = kHeader + rows.vectors * kWidth;
-    for (Index i = 0; i < rows.count; i++) {
+    Index stride = attention_share(c.head_dim), rows = task.tokens * (c.heads / c.kv_heads);
+    for (Index i = 0; i < rows; i++) {
         alignas(64) float running[kHeader + kMaxDim];
-        for (Index tile = 0; tile * kTile <= rows.position[i]; tile++)
-            fold(running, partials + (tile * rows.count + i) * stride, rows.vectors, tile == 0);
+        for (Index tile = 0; tile * kTile <= position_of(c, task, i); tile++)
+            fold(running, partials + (tile * rows + i) * stride, (stride - kHeader) / kWidth, tile == 0);
         write_output(running, output_of(c, task, i), c.head_dim);
     }
 }

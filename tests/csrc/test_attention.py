@@ -1,0 +1,157 @@
+"""paged_attention: accuracy against float64, and bits that do not depend on pages, span cuts, company or threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from palimpsest.engine import cpu, reference
+from palimpsest.engine.ops import Spans
+from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
+from torch import Tensor
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@dataclass
+class Text:
+    """The queries, keys and values of one sequence, [length, heads, head_dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def text(length: int, heads: int = 6, kv_heads: int = 2, head_dim: int = 64) -> Text:
+    return Text(*(torch.randn(length, n, head_dim) for n in (heads, kv_heads, kv_heads)))
+
+
+def attend(
+    texts: list[Text], counts: list[int], dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0,
+    lengths: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Spans]:  # fmt: skip
+    """Arguments of paged_attention for the last counts[i] tokens of the first lengths[i] of each text.
+
+    Pages are dealt out in an order drawn from `seed`; slots that nobody wrote hold NaN.
+    """
+    lengths = lengths or [len(t.query) for t in texts]
+    needed = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed)).int()
+    _, kv_heads, head_dim = texts[0].key.shape
+    pools = [torch.full((len(order), kv_heads, page_size, head_dim), math.nan, dtype=dtype) for _ in range(2)]
+    table = torch.zeros(len(texts), max(needed) + 1, dtype=torch.int32)
+    for i, t in enumerate(texts):
+        table[i, : needed[i]] = order[sum(needed[:i]) : sum(needed[: i + 1])]
+        slots = [int(table[i, n // page_size]) * page_size + n % page_size for n in range(lengths[i])]
+        reference.write_kv(t.key[: lengths[i]], t.value[: lengths[i]], *pools, torch.tensor(slots))
+    query = torch.cat([t.query[n - c : n] for t, c, n in zip(texts, counts, lengths, strict=True)])
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    return query, *pools, Spans(starts, torch.tensor(lengths, dtype=torch.int32), table)  # type: ignore[return-value]
+
+
+def compute(*args: object, **options: object) -> Tensor:
+    return cpu.paged_attention(*attend(*args, **options), 0.125)  # type: ignore[arg-type]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(9, 3, 64, 16), (4, 4, 16, 16), (14, 2, 64, 8), (7, 1, 12, 5), (2, 1, 80, 32), (3, 1, 128, 128), (2, 2, 40, 3)],
+)
+def test_accuracy(isa: str, heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> None:
+    texts = [text(n, heads, kv_heads, head_dim) for n in (1, 129, 300, 70)]
+    query, key, value, spans = attend(texts, [1, 1, 40, 70], dtype, page_size)
+    result = cpu.paged_attention(query, key, value, spans, 0.3)
+    exact = reference.paged_attention(query.double(), key, value, spans, 0.3)
+    assert_as_exact_as_torch(result, reference.paged_attention(query, key, value, spans, 0.3), exact)
+
+
+@DTYPES
+def test_where_pages_lie_does_not_matter(isa: str, dtype: torch.dtype) -> None:
+    texts = [text(290), text(33)]
+    results = [compute(texts, [50, 1], dtype, size, seed) for size, seed in ((16, 0), (16, 1), (64, 2), (7, 3), (1, 4))]
+    assert_same_bits(results)
+
+
+@DTYPES
+def test_cuts_company_and_threads_do_not_matter(isa: str, dtype: torch.dtype) -> None:
+    one, other = text(400), text(150)
+    torch.set_num_threads(1)
+    whole = compute([one], [400], dtype)
+    for start, end in (
+        (0, 1),
+        (0, 7),
+        (37, 77),
+        (126, 131),
+        (128, 129),
+        (130, 400),
+        (255, 257),
+        (399, 400),
+        (383, 400),
+    ):
+        torch.set_num_threads(1 + start % 2)
+        piece = compute([other, one], [150, end - start], dtype, lengths=[150, end])
+        assert_same_bits([piece[150:], whole[start:end]])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_long_context_is_dealt_out_without_a_trace(isa: str, threads: int) -> None:
+    """One token over many tiles is cut into pieces for two threads, eight sequences are not."""
+    texts = [text(1500, 3, 1) for _ in range(8)]
+    torch.set_num_threads(threads)
+    together = compute(texts, [1] * 8)
+    torch.set_num_threads(2)
+    assert_same_bits([torch.cat([compute([t], [1]) for t in texts]), together])
+
+
+@DTYPES
+def test_instruction_sets_agree(
+    on_each_isa: Callable[[Callable[[], Tensor]], list[Tensor]], dtype: torch.dtype
+) -> None:
+    texts = [text(200, head_dim=48), text(140, head_dim=48)]
+    arguments = attend(texts, [30, 1], dtype)
+    assert_same_bits(on_each_isa(lambda: cpu.paged_attention(*arguments, 0.125)))
+
+
+def test_large_scores(isa: str) -> None:
+    """The largest score decides; nothing overflows, nothing becomes NaN."""
+    t = text(200)
+    t.query *= 1e3
+    query, key, value, spans = attend([t], [200])
+    exact = reference.paged_attention(query.double(), key, value, spans, 1.0)
+    plain = reference.paged_attention(query, key, value, spans, 1.0)
+    assert_as_exact_as_torch(cpu.paged_attention(query, key, value, spans, 1.0), plain, exact)
+
+
+def test_strided_queries_and_empty_spans(isa: str) -> None:
+    query, key, value, spans = attend([text(20), text(30)], [3, 2])
+    wide = torch.randn(5, 10, 64)
+    wide[:, 2:8] = query
+    with_empty = Spans(
+        torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+        spans.kv_length[[0, 0, 1]].contiguous(),
+        spans.pages[[0, 0, 1]].contiguous(),
+    )
+    plain = cpu.paged_attention(query, key, value, spans, 0.125)
+    assert_same_bits([cpu.paged_attention(wide[:, 2:8], key, value, with_empty, 0.125), plain])
+    nothing = Spans(torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1).int())
+    assert cpu.paged_attention(query[:0], key, value, nothing, 0.125).shape == (0, 6, 64)
+
+
+def test_spans_outside_of_their_pages_are_refused(isa: str) -> None:
+    query, key, value, spans = attend([text(20)], [3])
+    for bad in (
+        Spans(spans.query_start, spans.kv_length + 100, spans.pages),
+        Spans(spans.query_start, spans.kv_length * 0 + 2, spans.pages),
+        Spans(spans.query_start, spans.kv_length, spans.pages + 99),
+        Spans(spans.query_start, spans.kv_length, spans.pages - 99),
+        Spans(spans.query_start + 1, spans.kv_length, spans.pages),
+        Spans(spans.query_start, spans.kv_length.long(), spans.pages),
+    ):
+        with pytest.raises(ValueError, match="paged_attention"):
+            cpu.paged_attention(query, key, value, bad, 0.125)
+    with pytest.raises(ValueError, match="does not take"):
+        cpu.paged_attention(query.transpose(0, 1), key, value, spans, 0.125)
