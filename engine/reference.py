@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # Query rows scored at once: bounds the [heads, rows, context] scores of a long prefill piece.
-QUERY_TILE = 256
+QUERY_TILE = 64
 
 
 def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from palimpsest import Engine, EngineConfig, SamplingParams
 from palimpsest.engine.checkpoint import load
 from palimpsest.engine.defaults import embedded_model_path
-
-from tests.tiny_models import make_model_folder
+from palimpsest.tests.tiny_models import make_model_folder
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3 = {

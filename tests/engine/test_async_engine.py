@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from palimpsest import AsyncEngine, Engine, EngineConfig, RequestError, SamplingParams
-
-from tests.tiny_models import make_model_folder
+from palimpsest.tests.tiny_models import make_model_folder
 
 PARAMS = SamplingParams(max_tokens=10, seed=2, ignore_eos=True)
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from palimpsest import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, Segment
-
-from tests.tiny_models import make_model_folder
+from palimpsest.tests.tiny_models import make_model_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CONFIG = EngineConfig(kv_bytes=1 << 22, max_step_tokens=64)

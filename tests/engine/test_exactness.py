@@ -17,8 +17,7 @@ from palimpsest.engine.kv_cache import PagePool
 from palimpsest.engine.runner import Runner
 from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
-
-from tests.tiny_models import make_model_folder
+from palimpsest.tests.tiny_models import make_model_folder
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),

@@ -1,5 +1,6 @@
 """Readings on the real engine with a tiny random model: side by side = one by one, and kill -9 with --resume."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,10 +8,12 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.memory_agent import MemoryAgent
+from palimpsest.engine.reading import TurnEnded
 from palimpsest.tests.tiny_models import make_model_folder
 
 QUESTION = "Who kept the lighthouse?"
@@ -94,3 +97,22 @@ def test_killed_and_resumed_gives_the_same_answer(model, tmp_path):
     resumed, expected = run("--trace", str(trace), "--resume"), run()
     assert (resumed["answer"], resumed["memory"]) == (expected["answer"], expected["memory"])
     assert expected["counters"]["turns"] > written > 3
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_300_000_tokens(model):
+    """Resident memory from the fifth chunk to the last, with a document that is generated as it is read."""
+    engine = Engine(model, EngineConfig(backend="reference", max_sequences=1, kv_bytes=1 << 23))
+    config = AgentConfig(
+        chunk_tokens=2000, memory_tokens=16, answer_tokens=8, sampling=SamplingParams(temperature=0.0), keep_turns=False
+    )
+    document = (story(year, year + 50) for year in itertools.count(1000, 50))
+    process, resident = psutil.Process(), []
+    for event in MemoryAgent(engine, config).stream(document, QUESTION):
+        if isinstance(event, TurnEnded) and event.turn.kind == "update":
+            resident.append(process.memory_info().rss)
+            if event.document_tokens >= 300_000:
+                break
+    assert len(resident) == 150
+    print([r>>20 for r in resident])
+    assert max(resident[4:]) <= 1.05 * resident[4]
