@@ -47,3 +47,41 @@ class CpuKernels:
         out: int,
         /,
     ) -> None: ...
+    def silu_product(
+        self, gate: int, gate_stride: int, up: int, up_stride: int, out: int, rows: int, n: int, /
+    ) -> None: ...
+    def rotate(
+        self,
+        x: int,
+        x_stride: int,
+        positions: int,
+        cos: int,
+        sin: int,
+        window: int,
+        out: int,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        /,
+    ) -> None: ...
+    def write_kv(
+        self,
+        key: int,
+        key_stride: int,
+        value: int,
+        value_stride: int,
+        key_pages: int,
+        value_pages: int,
+        kv_bf16: bool,
+        slots: int,
+        tokens: int,
+        kv_heads: int,
+        page_count: int,
+        page_size: int,
+        head_dim: int,
+        /,
+    ) -> None: ...
+    def embedding(
+        self, ids: int, weight: int, weight_bf16: bool, vocabulary: int, out: int, tokens: int, hidden: int, /
+    ) -> None: ...
+    def log_sum_exp(self, x: int, x_stride: int, out: int, rows: int, n: int, /) -> None: ...

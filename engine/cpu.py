@@ -21,7 +21,17 @@ else:
     BUILT = True
     _kernels = _C.CpuKernels("best")
 
-__all__ = ["linear", "paged_attention", "rms_norm", "unavailable"]
+__all__ = [
+    "embedding",
+    "linear",
+    "log_sum_exp",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "silu_product",
+    "unavailable",
+    "write_kv",
+]
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -49,6 +59,15 @@ def _is_rows(x: Tensor) -> bool:
 
 def _is_parameter(weight: Tensor) -> bool:
     return weight.dtype in PARAMETER_DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
+
+
+def _is_heads(x: Tensor) -> bool:
+    """[T, heads, head_dim] rows whose heads lie side by side."""
+    return x.dim() == 3 and _is_rows(x) and (x.shape[1] <= 1 or x.stride(1) == x.shape[2])
+
+
+def _is_index(x: Tensor, rows: int) -> bool:
+    return x.dtype == torch.int64 and x.device.type == "cpu" and x.is_contiguous() and x.shape == (rows,)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,7 +105,7 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
     """
     tokens, heads, head_dim = query.shape
     page_count, kv_heads, page_size, _ = key_pages.shape
-    ok = _is_rows(query) and (heads == 1 or query.stride(1) == head_dim)
+    ok = _is_heads(query)
     ok = ok and _is_parameter(key_pages) and _is_parameter(value_pages) and key_pages.dtype == value_pages.dtype
     ok = ok and key_pages.shape == value_pages.shape == (page_count, kv_heads, page_size, head_dim)
     ok = ok and head_dim <= 256 and heads % kv_heads == 0 and heads // kv_heads <= 96
@@ -97,9 +116,81 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
     ok = ok and spans.query_start.shape == (count + 1,) and spans.pages.shape[0] == count
     _check(ok and int(spans.query_start[-1]) == tokens, "paged_attention", *tables)
     out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
+    kv_bf16 = key_pages.dtype == torch.bfloat16
     _kernels.paged_attention(
-        *(query.data_ptr(), query.stride(0), key_pages.data_ptr(), value_pages.data_ptr()),
-        *(key_pages.dtype == torch.bfloat16, *(t.data_ptr() for t in tables), spans.pages.shape[1], count),
+        *(query.data_ptr(), query.stride(0), key_pages.data_ptr(), value_pages.data_ptr(), kv_bf16),
+        *(
+            spans.query_start.data_ptr(),
+            spans.kv_length.data_ptr(),
+            spans.pages.data_ptr(),
+            spans.pages.shape[1],
+            count,
+        ),
         *(heads, kv_heads, head_dim, page_size, page_count, scale, out.data_ptr()),
     )
+    return out
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """float32 [T, n] twice, dense rows -> float32 [T, n]. Raises ValueError for anything else."""
+    _check(gate.dim() == 2 and _is_rows(gate) and _is_rows(up) and gate.shape == up.shape, "silu_product", gate, up)
+    out = torch.empty(gate.shape, dtype=torch.float32)
+    _kernels.silu_product(
+        gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), gate.shape[0], gate.shape[1]
+    )
+    return out
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """float32 [T, heads, head_dim], int64 [T], float32 [window, head_dim / 2] twice -> float32 [T, heads, head_dim].
+
+    Raises ValueError for anything else, and for a position outside of the window.
+    """
+    tokens, heads, head_dim = x.shape
+    ok = _is_heads(x) and _is_index(positions, tokens) and _is_rows(cos) and _is_rows(sin)
+    ok = ok and cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (len(cos), head_dim // 2)
+    _check(ok and head_dim % 2 == 0, "rotate", x, positions, cos, sin)
+    out = torch.empty(x.shape, dtype=torch.float32)
+    _kernels.rotate(
+        *(x.data_ptr(), x.stride(0), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(cos)),
+        *(out.data_ptr(), tokens, heads, head_dim),
+    )
+    return out
+
+
+def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+    """float32 [T, kv_heads, head_dim] twice into dense float32 or bfloat16 pages at int64 [T] slots.
+
+    Raises ValueError for anything else, and for a slot outside of the pages.
+    """
+    page_count, kv_heads, page_size, head_dim = key_pages.shape
+    tokens = len(key)
+    ok = _is_heads(key) and _is_heads(value) and key.shape == value.shape == (tokens, kv_heads, head_dim)
+    ok = ok and _is_parameter(key_pages) and _is_parameter(value_pages) and key_pages.dtype == value_pages.dtype
+    ok = ok and key_pages.shape == value_pages.shape and _is_index(slots, tokens)
+    _check(ok, "write_kv", key, value, key_pages, value_pages, slots)
+    _kernels.write_kv(
+        *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), key_pages.data_ptr()),
+        *(value_pages.data_ptr(), key_pages.dtype == torch.bfloat16, slots.data_ptr()),
+        *(tokens, kv_heads, page_count, page_size, head_dim),
+    )
+
+
+def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """int64 [T], [vocabulary, hidden] -> float32 [T, hidden]. Raises ValueError for all else, and for unknown ids."""
+    vocabulary, hidden = weight.shape
+    _check(_is_index(ids, len(ids)) and _is_parameter(weight) and dtype == torch.float32, "embedding", ids, weight)
+    out = torch.empty(len(ids), hidden, dtype=torch.float32)
+    _kernels.embedding(
+        *(ids.data_ptr(), weight.data_ptr(), weight.dtype == torch.bfloat16, vocabulary),
+        *(out.data_ptr(), len(ids), hidden),
+    )
+    return out
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """float32 [R, vocabulary] with dense rows -> float32 [R]. Raises ValueError for anything else."""
+    _check(logits.dim() == 2 and _is_rows(logits) and logits.shape[1] > 0, "log_sum_exp", logits)
+    out = torch.empty(len(logits), dtype=torch.float32)
+    _kernels.log_sum_exp(logits.data_ptr(), logits.stride(0), out.data_ptr(), logits.shape[0], logits.shape[1])
     return out

@@ -37,6 +37,12 @@ struct AttentionTask {
     Index span, kv_head, first_token, tokens;
 };
 
+// A tile of the vocabulary: its largest logit, and the sum of e^(logit - largest).
+constexpr Index kVocabularyTile = 4096;
+struct TileSum {
+    float top, sum;
+};
+
 struct Kernels {
     const char* isa;
 
@@ -52,6 +58,19 @@ struct Kernels {
     void (*attention_piece)(const AttentionCall& call, const AttentionTask& task, Index first_tile, Index last_tile,
                             float* partials);
     void (*attention_fold)(const AttentionCall& call, const AttentionTask& task, const float* partials);
+
+    // The rest as in ops.Ops. Strides are in floats, from one row or token to the next; results are dense.
+    void (*silu_product)(const float* gate, Index gate_stride, const float* up, Index up_stride, float* out, Index rows,
+                         Index n);
+    void (*rotate)(const float* x, Index x_stride, const Index* positions, const float* cos, const float* sin,
+                   float* out, Index tokens, Index heads, Index head_dim);
+    void (*write_kv)(const float* key, Index key_stride, const float* value, Index value_stride, void* key_pages,
+                     void* value_pages, bool kv_bf16, const Index* slots, Index tokens, Index kv_heads, Index page_size,
+                     Index head_dim);
+    void (*embedding)(const Index* ids, const void* weight, bool weight_bf16, float* out, Index tokens, Index hidden);
+
+    // tiles: scratch, one for each kVocabularyTile logits (or less) of each row.
+    void (*log_sum_exp)(const float* x, Index x_stride, float* out, TileSum* tiles, Index rows, Index n);
 };
 
 // ops.paged_attention. Throws std::invalid_argument when spans or pages point outside of what they describe.

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "attention.h"
+#include "elementwise.h"
 #include "linear.h"
+#include "log_sum_exp.h"
 #include "norm.h"
 
 namespace palimpsest::cpu {
@@ -12,8 +14,16 @@ namespace palimpsest::cpu {
 
 extern const Kernels PALIMPSEST_TABLE;
 const Kernels PALIMPSEST_TABLE = {
-    PALIMPSEST_STRING(PALIMPSEST_ISA), PALIMPSEST_ISA::rms_norm,       PALIMPSEST_ISA::linear,
-    PALIMPSEST_ISA::attention_piece,   PALIMPSEST_ISA::attention_fold,
+    PALIMPSEST_STRING(PALIMPSEST_ISA),
+    PALIMPSEST_ISA::rms_norm,
+    PALIMPSEST_ISA::linear,
+    PALIMPSEST_ISA::attention_piece,
+    PALIMPSEST_ISA::attention_fold,
+    PALIMPSEST_ISA::silu_product,
+    PALIMPSEST_ISA::rotate,
+    PALIMPSEST_ISA::write_kv,
+    PALIMPSEST_ISA::embedding,
+    PALIMPSEST_ISA::log_sum_exp,
 };
 
 }  // namespace palimpsest::cpu

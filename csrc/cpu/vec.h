@@ -32,6 +32,14 @@ inline float to_float(BFloat16 x) {
     return value;
 }
 
+// Rounds to nearest, ties to even, as torch does.
+inline BFloat16 to_bfloat16(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return {0x7fc0};
+    return {std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
 #if defined(__AVX512F__)
 
 struct F16 {

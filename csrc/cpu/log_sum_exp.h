@@ -1,0 +1,44 @@
+// The logarithm of the sum of exponentials of a row.
+//
+// Order: the row is cut into tiles of kVocabularyTile; a tile gives its largest element and the sum of e^(x - largest),
+// by lane over rising elements, then the lanes by halving. The row's largest is that of the tiles; their sums, scaled
+// to it, are added in order.
+#pragma once
+
+#include "math.h"
+
+namespace palimpsest::cpu::PALIMPSEST_ISA {
+
+inline TileSum tile_sum(const float* x, Index n) {
+    F16 lowest = F16::set(-INFINITY), top = lowest, sums = F16::zero();
+    Index whole = n / kWidth * kWidth, rest = n - whole;
+    for (Index i = 0; i < whole; i += kWidth) top = maximum(top, F16::load(x + i));
+    if (rest) top = maximum(top, keep_first(load_first(x + whole, rest), rest, lowest));
+    float highest = largest(top);
+    top = F16::set(highest == -INFINITY ? 0.0f : highest);  // -inf - -inf would not be a number
+    for (Index i = 0; i < whole; i += kWidth) sums = sums + exp(F16::load(x + i) - top);
+    if (rest) sums = sums + keep_first(exp(load_first(x + whole, rest) - top), rest, F16::zero());
+    return {highest, sum(sums)};
+}
+
+inline float fold_sums(const TileSum* tiles, Index count) {
+    float top = tiles[0].top;
+    for (Index i = 1; i < count; i++) top = tiles[i].top > top ? tiles[i].top : top;
+    float total = 0.0f;
+    for (Index i = 0; i < count; i++)
+        total = std::fma(tiles[i].sum, tiles[i].top == -INFINITY ? 1.0f : exp(tiles[i].top - top), total);
+    return float(double(top) + std::log(double(total)));
+}
+
+// tiles: scratch for rows * (n / kVocabularyTile, rounded up).
+inline void log_sum_exp(const float* x, Index x_stride, float* out, TileSum* tiles, Index rows, Index n) {
+    Index each = (n + kVocabularyTile - 1) / kVocabularyTile;
+#pragma omp parallel for schedule(static) if (rows * n > 8192)
+    for (Index i = 0; i < rows * each; i++) {
+        Index start = i % each * kVocabularyTile;
+        tiles[i] = tile_sum(x + i / each * x_stride + start, smaller(kVocabularyTile, n - start));
+    }
+    for (Index r = 0; r < rows; r++) out[r] = fold_sums(tiles + r * each, each);
+}
+
+}  // namespace palimpsest::cpu::PALIMPSEST_ISA
