@@ -126,7 +126,9 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
             spans.pages.shape[1],
             count,
         ),
-        *(heads, kv_heads, head_dim, page_size, page_count, scale, out.data_ptr()),
+        *(heads, kv_heads, head_dim, page_size, page_count),
+        scale,
+        out.data_ptr(),
     )
     return out
 
