@@ -1,0 +1,157 @@
+"""How fast responses are written: `python -m palimpsest.bench.decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..engine.config import EngineConfig
+from ..engine.defaults import embedded_model_path
+from ..engine.model_config import ModelConfig
+from . import options
+from .breakdown import Breakdown
+from .clock import timed
+from .costs import Cost, decode_cost
+from .limits import Probe
+from .options import Options
+from .ours import VARIANTS, Ours, Variant
+from .peers import Peer, PeerSpec
+from .report import Report, Target, describe_machine, row
+from .rounds import Entry, Measured, alternate, best, ratio
+
+__all__ = ["main", "run"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """`steps` tokens for each of `batch` sequences behind `context` tokens, with weights of `dtypes`."""
+
+    batch: int
+    context: int
+    steps: int
+    dtypes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "decode" if self.batch == 1 else f"decode_b{self.batch}"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at its end, and a place for one more."""
+        return self.context + self.steps + 2
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The peer that a dtype is compared with at batch 1: program, dtype of weights, what to reach of its speed."""
+
+    engine: str
+    dtype: str
+    gain: float
+
+
+DTYPES = tuple(name for name in VARIANTS if "weights" in EngineConfig.__dataclass_fields__ or name[:3] != "int")
+WORKS = (
+    *(Work(1, context, 24, DTYPES) for context in (100, 2048, 6144)),
+    *(Work(batch, 1000, 12, ("float32",)) for batch in (8, 16)),
+)
+QUICK = (Work(1, 100, 12, DTYPES),)
+SHARES = {"float32": 0.85, "bfloat16": 0.85, "int8": 0.70, "int4": 0.50}
+RIVALS = {
+    "float32": Rival("OpenVINO GenAI", "float32", 1.1),
+    "int8": Rival("llama.cpp", "q8_0", 1.2),
+    "int4": Rival("llama.cpp", "int4", 1.2),
+}
+BFLOAT16_GAIN = 1.7
+BATCH_GAIN = 1.3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """-> exit code."""
+    return options.main("decode", run, argv)
+
+
+def run(chosen: Options) -> Report:
+    """Measure every work; raises PalimpsestError for a model or folder of peers that cannot be used."""
+    works = QUICK if chosen.quick else WORKS
+    model = str(embedded_model_path()) if chosen.model is None else chosen.model
+    engines = {dtype: _engine(model, dtype, works, chosen.threads) for dtype in DTYPES}
+    probe = Probe()
+    machine = describe_machine(probe.isa, probe.measure())
+    rows, targets = [], []
+    with chosen.start_peers() as peers:
+        for work in works:
+            able = [peer for peer in peers if peer.spec.can_hold(work.batch * work.context)]
+            ours = [engines[dtype] for dtype in work.dtypes]
+            measured = alternate(_entries(work, ours, able), chosen.rounds, probe)
+            rows += [row(one) for one in measured]
+            targets += _targets(work, measured[: len(ours)], measured[len(ours) :])
+            if chosen.profile:
+                for engine in ours:
+                    _profile(engine, work)
+    return Report("decode", machine, rows, targets)
+
+
+def _engine(model: str, dtype: str, works: Sequence[Work], threads: int) -> Ours:
+    mine = [work for work in works if dtype in work.dtypes]
+    # One sequence more than run at once: the pool then never has to give up a prompt that is wanted again.
+    sequences, longest = max(work.batch for work in mine) + 1, max(work.longest for work in mine)
+    return Ours(model, VARIANTS[dtype], sequences=sequences, longest=longest, threads=threads)
+
+
+def _entries(work: Work, ours: Sequence[Ours], peers: Sequence[Peer]) -> list[Entry]:
+    """Ours first. A peer stands beside us if it computes with a kind of weights that this work compares."""
+    config = ours[0].model_config
+    kinds = {kind for dtype in work.dtypes for kind in (dtype, RIVALS[dtype].dtype if dtype in RIVALS else dtype)}
+    entries = [_entry(work, config, one.variant.engine, one.variant, one) for one in ours]
+    beside = [peer for peer in peers if peer.spec.dtype in kinds]
+    return entries + [_entry(work, config, peer.spec.label, peer.spec, peer) for peer in beside]
+
+
+def _entry(work: Work, config: ModelConfig, name: str, kind: Variant | PeerSpec, engine: Ours | Peer) -> Entry:
+    # The keys that a token sees, itself included: context + 1 at the first step, context + steps at the last.
+    keys = work.context + (work.steps + 1) / 2
+    step = decode_cost(config, work.batch, keys, kind.dtype, kind.kv_dtype)
+    return Entry(
+        engine=name,
+        work=work.name,
+        dtype=kind.dtype,
+        context=work.context,
+        batch=work.batch,
+        tokens=work.batch * work.steps,
+        cost=Cost(step.flops * work.steps, step.bytes * work.steps),
+        run=lambda _: engine.decode(work.batch, work.context, work.steps),
+    )
+
+
+def _targets(work: Work, ours: Sequence[Measured], others: Sequence[Measured]) -> list[Target]:
+    by_dtype = {one.entry.dtype: one for one in ours}
+    prefix = f"{work.name}.{work.context}"
+    if work.batch > 1:
+        fastest = best([one for one in others if one.entry.dtype == "float32"])
+        return [Target(f"{prefix}.float32.vs_best_peer", _ratio(by_dtype["float32"], fastest), BATCH_GAIN)]
+    targets = [Target(f"{prefix}.{dtype}.share", one.share, SHARES[dtype]) for dtype, one in by_dtype.items()]
+    for dtype, rival in RIVALS.items():
+        if dtype not in by_dtype:
+            continue
+        label = rival.engine.replace(" ", "_").lower()
+        theirs = [one for one in others if one.entry.dtype == rival.dtype and one.entry.engine.startswith(rival.engine)]
+        targets.append(Target(f"{prefix}.{dtype}.vs_{label}", _ratio(by_dtype[dtype], best(theirs)), rival.gain))
+    gain = _ratio(by_dtype["bfloat16"], by_dtype["float32"])
+    return [*targets, Target(f"{prefix}.bfloat16.vs_float32", gain, BFLOAT16_GAIN)]
+
+
+def _ratio(ours: Measured, rival: Measured | None) -> float | None:
+    return None if rival is None else ratio(ours, rival)
+
+
+def _profile(engine: Ours, work: Work) -> None:
+    breakdown = Breakdown()
+    with engine.decoding(work.batch, work.context, work.steps) as steps, breakdown.watching(engine.engine.model):
+        sample = timed(steps)
+    head = f"{work.steps} steps of {work.name}, context {work.context}, {engine.variant.dtype}"
+    print(f"{head}: {sample.seconds * 1e3:.1f} ms\n{breakdown.table(sample)}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
