@@ -91,6 +91,10 @@ class CpuKernels {
         table_->log_sum_exp(floats(x), x_stride, floats_out(out), tiles.data(), rows, n);
     }
 
+    double multiply_add(Index repeats) const { return table_->multiply_add(repeats); }
+
+    double read_memory(Address data, Index n) const { return table_->read_memory(floats(data), n); }
+
   private:
     const palimpsest::cpu::Kernels* table_;
 };
@@ -109,5 +113,7 @@ PYBIND11_MODULE(_C, m) {
         .def("rotate", &CpuKernels::rotate, Release())
         .def("write_kv", &CpuKernels::write_kv, Release())
         .def("embedding", &CpuKernels::embedding, Release())
-        .def("log_sum_exp", &CpuKernels::log_sum_exp, Release());
+        .def("log_sum_exp", &CpuKernels::log_sum_exp, Release())
+        .def("multiply_add", &CpuKernels::multiply_add, Release())
+        .def("read_memory", &CpuKernels::read_memory, Release());
 }

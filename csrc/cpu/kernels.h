@@ -71,6 +71,13 @@ struct Kernels {
 
     // tiles: scratch, one for each kVocabularyTile logits (or less) of each row.
     void (*log_sum_exp)(const float* x, Index x_stride, float* out, TileSum* tiles, Index rows, Index n);
+
+    // For the benchmarks, what no kernel can beat. On all threads, `repeats` rounds of multiply-adds in registers; ->
+    // the floating-point operations done.
+    double (*multiply_add)(Index repeats);
+
+    // On all threads, read n floats once, in order; -> their sum.
+    double (*read_memory)(const float* data, Index n);
 };
 
 // ops.paged_attention. Throws std::invalid_argument when spans or pages point outside of what they describe.

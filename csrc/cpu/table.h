@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "limits.h"
 #include "linear.h"
 #include "log_sum_exp.h"
 #include "norm.h"
@@ -24,6 +25,8 @@ const Kernels PALIMPSEST_TABLE = {
     PALIMPSEST_ISA::write_kv,
     PALIMPSEST_ISA::embedding,
     PALIMPSEST_ISA::log_sum_exp,
+    PALIMPSEST_ISA::multiply_add,
+    PALIMPSEST_ISA::read_memory,
 };
 
 }  // namespace palimpsest::cpu
