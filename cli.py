@@ -6,6 +6,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TextIO
 
 from .engine.config import BACKENDS, DTYPES, AgentConfig, EngineConfig
@@ -13,6 +14,7 @@ from .engine.errors import PalimpsestError
 
 __all__ = ["build_parser", "main"]
 
+BENCHES = ("decode", "prefill")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -29,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"palimpsest: {error}", file=sys.stderr)
             return EXIT_ERROR
         except KeyboardInterrupt:
-            hint = "; --resume goes on from the trace" if args.trace else ""
+            hint = "; --resume goes on from the trace" if getattr(args, "trace", None) else ""
             print(f"palimpsest: interrupted{hint}", file=sys.stderr)
             return EXIT_INTERRUPTED
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.command == "bench":
+        return int(import_module(f".bench.{args.name}", __package__).main(args.options))
     from .engine import ask
 
     return ask.run(args)
@@ -45,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="palimpsest", description="Memory agents: read, answer, train.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_ask(commands)
+    bench = commands.add_parser("bench", help="measure this machine and model", allow_abbrev=False)
+    bench.add_argument("name", choices=BENCHES, help="what to measure")
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="of that benchmark; --help lists them")
     return parser
 
 

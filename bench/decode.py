@@ -13,6 +13,7 @@ from .breakdown import Breakdown
 from .clock import timed
 from .costs import Cost, decode_cost
 from .limits import Probe
+from .memory import resident
 from .options import Options
 from .ours import VARIANTS, Ours, Variant
 from .peers import Peer, PeerSpec
@@ -64,6 +65,7 @@ RIVALS = {
 }
 BFLOAT16_GAIN = 1.7
 BATCH_GAIN = 1.3
+MEMORY_CONTEXT = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +91,8 @@ def run(chosen: Options) -> Report:
             if chosen.profile:
                 for engine in ours:
                     _profile(engine, work)
+    if not chosen.quick:
+        targets += [_memory_target(model, dtype, chosen.threads) for dtype in engines]
     return Report("decode", machine, rows, targets)
 
 
@@ -139,6 +143,12 @@ def _targets(work: Work, ours: Sequence[Measured], others: Sequence[Measured]) -
         targets.append(Target(f"{prefix}.{dtype}.vs_{label}", _ratio(by_dtype[dtype], best(theirs)), rival.gain))
     gain = _ratio(by_dtype["bfloat16"], by_dtype["float32"])
     return [*targets, Target(f"{prefix}.bfloat16.vs_float32", gain, BFLOAT16_GAIN)]
+
+
+def _memory_target(model: str, dtype: str, threads: int) -> Target:
+    found = resident(model, dtype, MEMORY_CONTEXT, threads)
+    print(f"memory of {dtype}, context {MEMORY_CONTEXT}: {found}")
+    return Target(f"memory.{MEMORY_CONTEXT}.{dtype}.allowed_over_used", found.allowed_over_used, 1.0)
 
 
 def _ratio(ours: Measured, rival: Measured | None) -> float | None:

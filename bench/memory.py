@@ -1,0 +1,68 @@
+"""Resident: how much memory an engine takes at its worst, measured in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.errors import ConfigError
+from .ours import VARIANTS, Ours
+
+__all__ = ["Resident", "resident"]
+
+ALLOWANCE = 200e6  # bytes beside weights, KV and the interpreter with torch
+ROOM = 16
+PEAK = "VmHWM:"  # of this program alone; getrusage's figure is inherited from the parent process
+BARE = f"import torch; print([line for line in open('/proc/self/status') if line.startswith('{PEAK}')][0])"
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes. bare: an interpreter with torch. used: at the peak, after a prompt was read and answered. weights, kv: of
+    the tensors.
+    """
+
+    bare: int
+    used: int
+    weights: int
+    kv: int
+
+    @property
+    def allowed_over_used(self) -> float:
+        """1 or more when the peak is within the allowance."""
+        return (self.bare + self.weights + self.kv + ALLOWANCE) / self.used
+
+    def __str__(self) -> str:
+        parts = (f"{name} {getattr(self, name) / 1e6:.0f}" for name in ("bare", "weights", "kv"))
+        return f"{self.used / 1e6:.0f} MB at the peak; {', '.join(parts)}"
+
+
+def resident(model: str, dtype: str, context: int, threads: int) -> Resident:
+    """Load `model` as variant `dtype`, read a prompt of `context` tokens and write a few. Linux only (ConfigError)."""
+    try:
+        bare = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"the peak of resident memory is read from /proc/self/status: {error.stderr}") from error
+    # A fresh interpreter: a forked one would count what this process has loaded.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        used, weights, kv = pool.apply(_use, (model, dtype, context, threads))
+    return Resident(_peak(bare), used, weights, kv)
+
+
+def _use(model: str, dtype: str, context: int, threads: int) -> tuple[int, int, int]:
+    """Runs in the other process; -> peak, weights and KV in bytes."""
+    ours = Ours(model, VARIANTS[dtype], sequences=1, longest=context + ROOM, threads=threads)
+    ours.decode(1, context, ROOM // 2)
+    decoder, runner = ours.engine.model, ours.engine.runner
+    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    kv = sum(layer.key.nbytes + layer.value.nbytes for layer in runner.pages)
+    return _peak(Path("/proc/self/status").read_text()), weights, kv
+
+
+def _peak(status: str) -> int:
+    """Bytes of the line `VmHWM: 12345 kB`."""
+    line = next(line for line in status.splitlines() if line.startswith(PEAK))
+    return int(line.split()[1]) * 1024
