@@ -87,3 +87,45 @@ class CpuKernels:
     def log_sum_exp(self, x: int, x_stride: int, out: int, rows: int, n: int, /) -> None: ...
     def multiply_add(self, repeats: int, /) -> float: ...
     def read_memory(self, data: int, n: int, /) -> float: ...
+
+_Parameter = tuple[int, bool]
+_Linear = tuple[_Parameter, _Parameter, int, int]
+
+class CpuDecoder:
+    """The layer stack of one model over one set of pages; arguments as in csrc/cpu/decoder.h."""
+
+    def __init__(
+        self,
+        isa: str,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        vocabulary: int,
+        window: int,
+        page_size: int,
+        page_count: int,
+        kv_bf16: bool,
+        eps: float,
+        scale: float,
+        cos: int,
+        sin: int,
+        embedding: _Parameter,
+        norm: _Parameter,
+        /,
+    ) -> None: ...
+    def add_layer(self, norms: list[_Parameter], linears: list[_Linear], key_pages: int, value_pages: int, /) -> None: ...
+    def run(
+        self,
+        ids: int,
+        positions: int,
+        slots: int,
+        tokens: int,
+        query_start: int,
+        kv_length: int,
+        pages: int,
+        pages_stride: int,
+        spans: int,
+        hidden: int,
+        /,
+    ) -> None: ...

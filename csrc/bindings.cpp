@@ -1,10 +1,12 @@
 // The Python module palimpsest._C: addresses and sizes in, nothing out. Checks are made in engine/cpu.py.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "cpu/decoder.h"
 #include "cpu/kernels.h"
 
 namespace py = pybind11;
@@ -29,13 +31,17 @@ const Index* indices(Address address, Index count, Index limit, const char* what
     return values;
 }
 
+const palimpsest::cpu::Kernels& kernels_for(const std::string& isa) {
+    using namespace palimpsest::cpu;
+    const Kernels* table = isa == "best" ? &best_kernels() : find_kernels(isa.c_str());
+    if (table == nullptr) throw std::invalid_argument("this machine cannot run the kernels for '" + isa + "'");
+    return *table;
+}
+
 // One instruction set's kernels. Every call releases the GIL.
 class CpuKernels {
   public:
-    explicit CpuKernels(const std::string& isa)
-        : table_(isa == "best" ? &palimpsest::cpu::best_kernels() : palimpsest::cpu::find_kernels(isa.c_str())) {
-        if (table_ == nullptr) throw std::invalid_argument("this machine cannot run the kernels for '" + isa + "'");
-    }
+    explicit CpuKernels(const std::string& isa) : table_(&kernels_for(isa)) {}
 
     const char* isa() const { return table_->isa; }
 
@@ -54,10 +60,11 @@ class CpuKernels {
                          Address query_start, Address kv_length, Address pages, Index pages_stride, Index spans,
                          Index heads, Index kv_heads, Index head_dim, Index page_size, Index page_count, float scale,
                          Address out) const {
-        palimpsest::cpu::paged_attention(
-            *table_, {floats(query), query_stride, bytes(key_pages), bytes(value_pages), kv_bf16, ints(query_start),
-                      ints(kv_length), ints(pages), pages_stride, spans, heads, kv_heads, head_dim, page_size,
-                      page_count, scale, floats_out(out)});
+        palimpsest::cpu::AttentionPlan plan({nullptr, query_stride, nullptr, nullptr, kv_bf16, ints(query_start),
+                                             ints(kv_length), ints(pages), pages_stride, spans, heads, kv_heads,
+                                             head_dim, page_size, page_count, scale, nullptr});
+        std::vector<float> scratch(plan.floats());
+        plan.run(*table_, bytes(key_pages), bytes(value_pages), floats(query), floats_out(out), scratch.data());
     }
 
     void silu_product(Address gate, Index gate_stride, Address up, Index up_stride, Address out, Index rows,
@@ -99,6 +106,52 @@ class CpuKernels {
     const palimpsest::cpu::Kernels* table_;
 };
 
+// (address, is bfloat16); address 0 for none
+using ParameterArgument = std::pair<Address, bool>;
+// weight, bias, in, out
+using LinearArgument = std::tuple<ParameterArgument, ParameterArgument, Index, Index>;
+
+palimpsest::cpu::Parameter parameter(const ParameterArgument& argument) {
+    return {bytes(argument.first), argument.second};
+}
+
+palimpsest::cpu::LinearWeights linear_weights(const LinearArgument& argument) {
+    return {parameter(std::get<0>(argument)), parameter(std::get<1>(argument)), std::get<2>(argument),
+            std::get<3>(argument)};
+}
+
+// The layer stack of one model over one set of pages. The tensors whose addresses it holds must outlive it.
+class CpuDecoder {
+  public:
+    CpuDecoder(const std::string& isa, Index hidden, Index heads, Index kv_heads, Index head_dim, Index vocabulary,
+               Index window, Index page_size, Index page_count, bool kv_bf16, float eps, float scale, Address cos,
+               Address sin, const ParameterArgument& embedding, const ParameterArgument& norm)
+        : decoder_(kernels_for(isa),
+                   {hidden, heads, kv_heads, head_dim, vocabulary, window, page_size, page_count, kv_bf16, eps, scale,
+                    floats(cos), floats(sin)},
+                   parameter(embedding), parameter(norm)) {}
+
+    // norms: input, post, query, key. linears: query, key, value, output, gate, up, down.
+    void add_layer(const std::array<ParameterArgument, 4>& norms, const std::array<LinearArgument, 7>& linears,
+                   Address key_pages, Address value_pages) {
+        decoder_.add_layer({parameter(norms[0]), parameter(norms[1]), parameter(norms[2]), parameter(norms[3]),
+                            linear_weights(linears[0]), linear_weights(linears[1]), linear_weights(linears[2]),
+                            linear_weights(linears[3]), linear_weights(linears[4]), linear_weights(linears[5]),
+                            linear_weights(linears[6]), bytes_out(key_pages), bytes_out(value_pages)});
+    }
+
+    void run(Address ids, Address positions, Address slots, Index tokens, Address query_start, Address kv_length,
+             Address pages, Index pages_stride, Index spans, Address hidden) {
+        auto index = [](Address address) { return reinterpret_cast<const Index*>(address); };
+        decoder_.run({index(ids), index(positions), index(slots), ints(query_start), ints(kv_length), ints(pages),
+                      tokens, spans, pages_stride},
+                     floats_out(hidden));
+    }
+
+  private:
+    palimpsest::cpu::Decoder decoder_;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -116,4 +169,9 @@ PYBIND11_MODULE(_C, m) {
         .def("log_sum_exp", &CpuKernels::log_sum_exp, Release())
         .def("multiply_add", &CpuKernels::multiply_add, Release())
         .def("read_memory", &CpuKernels::read_memory, Release());
+    py::class_<CpuDecoder>(m, "CpuDecoder")
+        .def(py::init<const std::string&, Index, Index, Index, Index, Index, Index, Index, Index, bool, float, float,
+                      Address, Address, const ParameterArgument&, const ParameterArgument&>())
+        .def("add_layer", &CpuDecoder::add_layer)
+        .def("run", &CpuDecoder::run, Release());
 }

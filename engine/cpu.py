@@ -5,7 +5,7 @@ Parameters are float32 or bfloat16 in the checkpoint's layout, read in place; ac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "embedding",
     "linear",
     "log_sum_exp",
+    "make_decoder",
     "paged_attention",
     "rms_norm",
     "rotate",
@@ -196,3 +197,8 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.float32)
     _kernels.log_sum_exp(logits.data_ptr(), logits.stride(0), out.data_ptr(), logits.shape[0], logits.shape[1])
     return out
+
+
+def make_decoder(*arguments: Any) -> _C.CpuDecoder:
+    """An empty layer stack on this machine's fastest kernels, for layer_stack.py, which knows the arguments."""
+    return _C.CpuDecoder(_kernels.isa, *arguments)

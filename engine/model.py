@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +162,11 @@ class Decoder(nn.Module):
         return decoder
 
     @property
+    def layers(self) -> list[Layer]:
+        """The layers, first to last."""
+        return cast(list[Layer], list(self.model.layers))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Element type of the parameters."""
         return self.model.embed_tokens.weight.dtype
@@ -173,7 +179,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, pages: list[KVPages]) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows [T, hidden]."""
         x = self.ops.embedding(batch.ids, self.model.embed_tokens.weight, self.activation_dtype)
-        for layer, layer_pages in zip(self.model.layers, pages, strict=True):
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
             x = layer(x, batch, layer_pages, self.cos, self.sin)
         hidden: Tensor = self.model.norm(x)
         return hidden

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .layer_stack import LayerStack
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
 from .ops import Spans
@@ -38,6 +41,9 @@ class Runner:
             KVPages(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
             for _ in range(config.num_layers)
         ]
+        self._run_layers: Callable[[Batch], Tensor] = partial(model, pages=self.pages)
+        if LayerStack.fits(model, self.pages):
+            self._run_layers = LayerStack(model, self.pages)
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[SpanResult]:
@@ -45,7 +51,7 @@ class Runner:
         self._copy(step.copies)
         if not step.spans:
             return []
-        hidden = self.model(self._batch(step.spans), self.pages)
+        hidden = self._run_layers(self._batch(step.spans))
         ends = np.cumsum([len(span.ids) for span in step.spans]).tolist()
         scores = [self._score(hidden, span, end - len(span.ids)) for span, end in zip(step.spans, ends, strict=True)]
         drawn = self._draw(hidden, step.spans, ends)

@@ -4,15 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "team.h"
 
 namespace palimpsest::cpu {
 namespace {
-
-// Tiles first .. last of a task. shares: where in the buffer the task's partial results start, or -1 for a whole task.
-struct Piece {
-    Index task, first, last, shares;
-};
 
 void check(const AttentionCall& c) {
     for (Index i = 0; i < c.spans; i++) {
@@ -48,36 +43,39 @@ Index tiles_of(const AttentionCall& c, const AttentionTask& task) {
 
 }  // namespace
 
-void paged_attention(const Kernels& kernels, const AttentionCall& c) {
+AttentionPlan::AttentionPlan(const AttentionCall& c) : call_(c) {
     check(c);
-    std::vector<AttentionTask> tasks = cut_into_tasks(c);
-    Index count = Index(tasks.size()), threads = max_threads(), tiles = 0, floats = 0;
-    for (const AttentionTask& task : tasks) tiles += tiles_of(c, task);
+    tasks_ = cut_into_tasks(c);
+    Index count = Index(tasks_.size()), threads = max_threads(), tiles = 0;
+    for (const AttentionTask& task : tasks_) tiles += tiles_of(c, task);
     // With many tasks each thread folds as it goes; with few, a task's tiles are dealt out and folded afterwards.
     Index longest = threads == 1 || count >= 4 * threads ? tiles : std::max<Index>(2, tiles / (4 * threads));
-    std::vector<Piece> pieces;
-    std::vector<Index> cut, shares;
     for (Index t = count - 1; t >= 0; t--) {  // the later tasks of a span see more: the largest come first
-        Index all = tiles_of(c, tasks[t]);
+        Index all = tiles_of(c, tasks_[t]);
         if (all <= longest) {
-            pieces.push_back({t, 0, all, -1});
+            pieces_.push_back({t, 0, all, -1});
             continue;
         }
         for (Index first = 0; first < all; first += longest)
-            pieces.push_back({t, first, std::min(first + longest, all), floats});
-        cut.push_back(t);
-        shares.push_back(floats);
-        floats += all * tasks[t].tokens * (c.heads / c.kv_heads) * attention_share(c.head_dim);
+            pieces_.push_back({t, first, std::min(first + longest, all), floats_});
+        cut_.push_back(t);
+        cut_shares_.push_back(floats_);
+        floats_ += all * tasks_[t].tokens * (c.heads / c.kv_heads) * attention_share(c.head_dim);
     }
-    std::vector<float> buffer(floats);
-    bool parallel = pieces.size() > 1 && tiles > 4;
-#pragma omp parallel for schedule(dynamic, 1) if (parallel)
-    for (Index i = 0; i < Index(pieces.size()); i++) {
-        const Piece& piece = pieces[i];
-        kernels.attention_piece(c, tasks[piece.task], piece.first, piece.last,
-                                piece.shares < 0 ? nullptr : buffer.data() + piece.shares);
-    }
-    for (Index i = 0; i < Index(cut.size()); i++) kernels.attention_fold(c, tasks[cut[i]], buffer.data() + shares[i]);
+    parallel_ = pieces_.size() > 1 && tiles > 4;
+}
+
+void AttentionPlan::run(const Kernels& kernels, const void* key_pages, const void* value_pages, const float* query,
+                        float* out, float* scratch) const {
+    AttentionCall call = call_;
+    call.key_pages = key_pages, call.value_pages = value_pages, call.query = query, call.out = out;
+    share_by_demand(Index(pieces_.size()), parallel_, [&](Index i) {
+        const Piece& piece = pieces_[i];
+        kernels.attention_piece(call, tasks_[piece.task], piece.first, piece.last,
+                                piece.shares < 0 ? nullptr : scratch + piece.shares);
+    });
+    share_evenly(Index(cut_.size()), false,
+                 [&](Index i) { kernels.attention_fold(call, tasks_[cut_[i]], scratch + cut_shares_[i]); });
 }
 
 }  // namespace palimpsest::cpu

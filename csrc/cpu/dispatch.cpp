@@ -1,9 +1,7 @@
 // Which table of kernels this machine runs.
-#include <cstring>
-
-#if defined(_OPENMP)
 #include <omp.h>
-#endif
+
+#include <cstring>
 
 #include "kernels.h"
 
@@ -26,13 +24,7 @@ bool has_avx512() {
 }  // namespace
 #endif
 
-Index max_threads() {
-#if defined(_OPENMP)
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
+Index max_threads() { return omp_get_max_threads(); }
 
 const Kernels* find_kernels(const char* isa) {
 #if defined(__x86_64__)

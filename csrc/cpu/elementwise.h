@@ -2,6 +2,7 @@
 #pragma once
 
 #include "math.h"
+#include "team.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 
@@ -13,14 +14,13 @@ inline F16 silu_product(F16 gate, F16 up) { return gate / (F16::set(1.0f) + exp(
 
 inline void silu_product(const float* gate, Index gate_stride, const float* up, Index up_stride, float* out, Index rows,
                          Index n) {
-#pragma omp parallel for schedule(static) if (rows * n > kSerial)
-    for (Index r = 0; r < rows; r++) {
+    share_evenly(rows, rows * n > kSerial, [&](Index r) {
         const float *g = gate + r * gate_stride, *u = up + r * up_stride;
         Index i = 0;
         for (; i + kWidth <= n; i += kWidth) silu_product(F16::load(g + i), F16::load(u + i)).store(out + r * n + i);
         if (i < n)
             store_first(silu_product(load_first(g + i, n - i), load_first(u + i, n - i)), out + r * n + i, n - i);
-    }
+    });
 }
 
 // Turns the pairs (i, i + half) of one head by the angles of its position (RoFormer, arXiv 2104.09864, eq. 34).
@@ -48,11 +48,11 @@ inline void rotate_head(const float* x, const float* cos, const float* sin, floa
 inline void rotate(const float* x, Index x_stride, const Index* positions, const float* cos, const float* sin,
                    float* out, Index tokens, Index heads, Index head_dim) {
     Index half = head_dim / 2;
-#pragma omp parallel for schedule(static) if (tokens * heads * head_dim > kSerial)
-    for (Index t = 0; t < tokens; t++)
+    share_evenly(tokens, tokens * heads * head_dim > kSerial, [&](Index t) {
         for (Index h = 0; h < heads; h++)
             rotate_head(x + t * x_stride + h * head_dim, cos + positions[t] * half, sin + positions[t] * half,
                         out + (t * heads + h) * head_dim, half);
+    });
 }
 
 inline void copy_converted(const float* from, float* to, Index n) { std::memcpy(to, from, n * sizeof(float)); }
@@ -74,8 +74,7 @@ inline void write_slot(const float* x, T* pages, Index slot, Index kv_heads, Ind
 inline void write_kv(const float* key, Index key_stride, const float* value, Index value_stride, void* key_pages,
                      void* value_pages, bool kv_bf16, const Index* slots, Index tokens, Index kv_heads, Index page_size,
                      Index head_dim) {
-#pragma omp parallel for schedule(static) if (tokens * kv_heads * head_dim > kSerial)
-    for (Index t = 0; t < tokens; t++) {
+    share_evenly(tokens, tokens * kv_heads * head_dim > kSerial, [&](Index t) {
         const float *k = key + t * key_stride, *v = value + t * value_stride;
         if (kv_bf16) {
             write_slot(k, static_cast<BFloat16*>(key_pages), slots[t], kv_heads, page_size, head_dim);
@@ -84,17 +83,16 @@ inline void write_kv(const float* key, Index key_stride, const float* value, Ind
             write_slot(k, static_cast<float*>(key_pages), slots[t], kv_heads, page_size, head_dim);
             write_slot(v, static_cast<float*>(value_pages), slots[t], kv_heads, page_size, head_dim);
         }
-    }
+    });
 }
 
 inline void embedding(const Index* ids, const void* weight, bool weight_bf16, float* out, Index tokens, Index hidden) {
-#pragma omp parallel for schedule(static) if (tokens * hidden > kSerial)
-    for (Index t = 0; t < tokens; t++) {
+    share_evenly(tokens, tokens * hidden > kSerial, [&](Index t) {
         if (weight_bf16)
             copy_converted(static_cast<const BFloat16*>(weight) + ids[t] * hidden, out + t * hidden, hidden);
         else
             copy_converted(static_cast<const float*>(weight) + ids[t] * hidden, out + t * hidden, hidden);
-    }
+    });
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace palimpsest::cpu {
 
@@ -80,8 +81,34 @@ struct Kernels {
     double (*read_memory)(const float* data, Index n);
 };
 
-// ops.paged_attention. Throws std::invalid_argument when spans or pages point outside of what they describe.
-void paged_attention(const Kernels& kernels, const AttentionCall& call);
+// How the work of ops.paged_attention is dealt out over threads, which does not show in the results. One plan serves
+// every call with the same spans, such as those of a step's layers.
+class AttentionPlan {
+  public:
+    // `call` may lack its tensors. Throws std::invalid_argument when spans or pages point outside of what they
+    // describe.
+    explicit AttentionPlan(const AttentionCall& call);
+
+    // Floats of scratch that `run` needs.
+    Index floats() const { return floats_; }
+
+    // Called by one thread or by all of a team, as the kernels are.
+    void run(const Kernels& kernels, const void* key_pages, const void* value_pages, const float* query, float* out,
+             float* scratch) const;
+
+  private:
+    // Tiles first .. last of a task. shares: where in the scratch its partial results start, or -1 for a whole task.
+    struct Piece {
+        Index task, first, last, shares;
+    };
+
+    AttentionCall call_;
+    std::vector<AttentionTask> tasks_;
+    std::vector<Piece> pieces_;
+    std::vector<Index> cut_, cut_shares_;  // tasks that are folded when their pieces are there
+    Index floats_ = 0;
+    bool parallel_ = false;
+};
 
 // How many threads a parallel loop may use: what torch.set_num_threads says, as torch and this module share one OpenMP.
 Index max_threads();

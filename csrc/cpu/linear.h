@@ -6,6 +6,7 @@
 #pragma once
 
 #include "chains.h"
+#include "team.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 
@@ -56,8 +57,8 @@ struct LinearCall {
 
 template <class T>
 void linear_few_rows(const LinearCall& c) {
-#pragma omp parallel for schedule(static) if (c.out * c.in > 65536)
-    for (Index n = 0; n < c.out; n += kWidth) {
+    share_evenly(divide_up(c.out, kWidth), c.out * c.in > 65536, [&](Index group) {
+        Index n = group * kWidth;
         const T* weight_rows[kWidth];
         row_pointers(static_cast<const T*>(c.weight), c.in, c.out, n, weight_rows);
         F16 bias = c.bias ? load_bias(c.bias, c.bias_bf16, n, c.out) : F16::zero();
@@ -70,7 +71,7 @@ void linear_few_rows(const LinearCall& c) {
                     store_outputs(c.bias ? total[r] + bias : total[r], c.y + (m + r) * c.out + n,
                                   smaller(kWidth, c.out - n));
             });
-    }
+    });
 }
 
 // ---- many rows ----
@@ -164,8 +165,6 @@ void linear_task(const LinearCall& c, Index m0, Index m1, Index n0, Index n1) {
         }
 }
 
-inline Index divide_up(Index a, Index b) { return (a + b - 1) / b; }
-
 // Cuts the work into enough tasks for all threads. (How it is cut does not show in the results.)
 template <class T>
 void linear_many_rows(const LinearCall& c) {
@@ -178,11 +177,10 @@ void linear_many_rows(const LinearCall& c) {
     Index task_rows = divide_up(divide_up(c.rows, down), kTileRows) * kTileRows;
     across = divide_up(c.out, task_outputs);
     down = divide_up(c.rows, task_rows);
-#pragma omp parallel for schedule(dynamic, 1)
-    for (Index task = 0; task < across * down; task++) {
+    share_by_demand(across * down, true, [&](Index task) {
         Index n = task % across * task_outputs, m = task / across * task_rows;
         linear_task<T>(c, m, smaller(m + task_rows, c.rows), n, smaller(n + task_outputs, c.out));
-    }
+    });
 }
 
 template <class T>

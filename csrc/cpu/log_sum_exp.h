@@ -33,12 +33,11 @@ inline float fold_sums(const TileSum* tiles, Index count) {
 // tiles: scratch for rows * (n / kVocabularyTile, rounded up).
 inline void log_sum_exp(const float* x, Index x_stride, float* out, TileSum* tiles, Index rows, Index n) {
     Index each = (n + kVocabularyTile - 1) / kVocabularyTile;
-#pragma omp parallel for schedule(static) if (rows * n > 8192)
-    for (Index i = 0; i < rows * each; i++) {
+    share_evenly(rows * each, rows * n > 8192, [&](Index i) {
         Index start = i % each * kVocabularyTile;
         tiles[i] = tile_sum(x + i / each * x_stride + start, smaller(kVocabularyTile, n - start));
-    }
-    for (Index r = 0; r < rows; r++) out[r] = fold_sums(tiles + r * each, each);
+    });
+    share_evenly(rows, false, [&](Index r) { out[r] = fold_sums(tiles + r * each, each); });
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

@@ -3,6 +3,7 @@
 // Order: lane l sums the squares of elements l, l + 16, l + 32, ... by FMA; then the lanes by halving.
 #pragma once
 
+#include "team.h"
 #include "vec.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
@@ -24,13 +25,12 @@ void rms_norm_row(const float* x, const T* weight, float* out, Index n, float ep
 
 inline void rms_norm(const float* x, const void* weight, bool weight_bf16, float* out, Index rows, Index n,
                      Index x_stride, float eps) {
-#pragma omp parallel for schedule(static) if (rows * n > 16384)
-    for (Index r = 0; r < rows; r++) {
+    share_evenly(rows, rows * n > 16384, [&](Index r) {
         if (weight_bf16)
             rms_norm_row(x + r * x_stride, static_cast<const BFloat16*>(weight), out + r * n, n, eps);
         else
             rms_norm_row(x + r * x_stride, static_cast<const float*>(weight), out + r * n, n, eps);
-    }
+    });
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

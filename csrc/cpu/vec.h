@@ -19,6 +19,7 @@ constexpr Index kWidth = 16;
 
 inline Index smaller(Index a, Index b) { return a < b ? a : b; }
 inline Index larger(Index a, Index b) { return a > b ? a : b; }
+inline Index divide_up(Index a, Index b) { return (a + b - 1) / b; }
 
 struct BFloat16 {
     std::uint16_t bits;

@@ -1,0 +1,125 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "team.h"
+
+namespace palimpsest::cpu {
+
+// What a layer needs besides the residual stream x; `wide` holds gate and up, of kMlpRows rows at a time.
+struct Decoder::Scratch {
+    float *x, *normed, *projected, *query, *key, *value, *rotated_query, *rotated_key, *attended, *gate, *up, *shares;
+};
+
+namespace {
+
+// Rows of the MLP computed at once: gate and up of a long prefill would not fit into the cache, nor cheaply into
+// memory.
+constexpr Index kMlpRows = 384;
+
+void require(bool good, const char* what, Index at) {
+    if (!good) throw std::invalid_argument(std::string("decoder: ") + what + " of row " + std::to_string(at));
+}
+
+}  // namespace
+
+void Decoder::check(const DecoderBatch& batch) const {
+    for (Index t = 0; t < batch.tokens; t++) {
+        require(batch.ids[t] >= 0 && batch.ids[t] < shape_.vocabulary, "token id", t);
+        require(batch.positions[t] >= 0 && batch.positions[t] < shape_.window, "position", t);
+        require(batch.slots[t] >= 0 && batch.slots[t] < shape_.page_count * shape_.page_size, "slot", t);
+    }
+}
+
+void Decoder::linear(const LinearWeights& w, const float* x, float* y, Index rows) const {
+    kernels_.linear(x, w.in, w.weight.data, w.weight.bf16, w.bias.data, w.bias.bf16, y, rows, w.in, w.out);
+}
+
+void Decoder::norm(const Parameter& weight, const float* x, float* y, Index rows, Index size) const {
+    kernels_.rms_norm(x, weight.data, weight.bf16, y, rows, size, size, shape_.eps);
+}
+
+// x += y
+void Decoder::add(const float* y, float* x, Index rows) const {
+    Index n = shape_.hidden;
+    share_evenly(rows, true, [&](Index r) {
+        for (Index i = r * n; i < (r + 1) * n; i++) x[i] += y[i];
+    });
+}
+
+void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
+                        const Scratch& s) const {
+    Index rows = batch.tokens, heads = shape_.heads, kv_heads = shape_.kv_heads, dim = shape_.head_dim;
+    norm(layer.input_norm, s.x, s.normed, rows, shape_.hidden);
+    linear(layer.query, s.normed, s.query, rows);
+    linear(layer.key, s.normed, s.key, rows);
+    linear(layer.value, s.normed, s.value, rows);
+    if (layer.query_norm.data) {
+        norm(layer.query_norm, s.query, s.attended, rows * heads, dim);
+        norm(layer.key_norm, s.key, s.projected, rows * kv_heads, dim);
+    }
+    const float* query = layer.query_norm.data ? s.attended : s.query;
+    const float* key = layer.key_norm.data ? s.projected : s.key;
+    kernels_.rotate(query, heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_query, rows, heads, dim);
+    kernels_.rotate(key, kv_heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_key, rows, kv_heads, dim);
+    kernels_.write_kv(s.rotated_key, kv_heads * dim, s.value, kv_heads * dim, layer.key_pages, layer.value_pages,
+                      shape_.kv_bf16, batch.slots, rows, kv_heads, shape_.page_size, dim);
+    plan.run(kernels_, layer.key_pages, layer.value_pages, s.rotated_query, s.attended, s.shares);
+    linear(layer.output, s.attended, s.projected, rows);
+    add(s.projected, s.x, rows);
+    norm(layer.post_norm, s.x, s.normed, rows, shape_.hidden);
+    for (Index first = 0; first < rows; first += kMlpRows) {
+        Index some = std::min(kMlpRows, rows - first);
+        const float* x = s.normed + first * shape_.hidden;
+        linear(layer.gate, x, s.gate, some);
+        linear(layer.up, x, s.up, some);
+        kernels_.silu_product(s.gate, layer.gate.out, s.up, layer.up.out, s.gate, some, layer.gate.out);
+        linear(layer.down, s.gate, s.projected + first * shape_.hidden, some);
+    }
+    add(s.projected, s.x, rows);
+}
+
+void Decoder::run(const DecoderBatch& batch, float* hidden) {
+    check(batch);
+    Index rows = batch.tokens, queries = rows * shape_.heads * shape_.head_dim;
+    Index keys = rows * shape_.kv_heads * shape_.head_dim, stream = rows * shape_.hidden, wide = 0;
+    for (const LayerWeights& layer : layers_) wide = std::max(wide, std::min(rows, kMlpRows) * layer.gate.out);
+    AttentionCall call{nullptr,
+                       shape_.heads * shape_.head_dim,
+                       nullptr,
+                       nullptr,
+                       shape_.kv_bf16,
+                       batch.query_start,
+                       batch.kv_length,
+                       batch.pages,
+                       batch.pages_stride,
+                       batch.spans,
+                       shape_.heads,
+                       shape_.kv_heads,
+                       shape_.head_dim,
+                       shape_.page_size,
+                       shape_.page_count,
+                       shape_.scale,
+                       nullptr};
+    AttentionPlan plan(call);
+    Index sizes[] = {stream, stream, std::max(stream, keys), queries, keys, keys, queries, keys, queries,
+                     wide,   wide,   plan.floats()};
+    Index total = 0;
+    for (Index& size : sizes) total += size = (size + 15) / 16 * 16;
+    if (Index(buffer_.size()) < total) buffer_.resize(total);
+    float* parts[std::size(sizes)];
+    float* next = buffer_.data();
+    for (std::size_t i = 0; i < std::size(sizes); next += sizes[i++]) parts[i] = next;
+    Scratch s{parts[0], parts[1], parts[2], parts[3], parts[4],  parts[5],
+              parts[6], parts[7], parts[8], parts[9], parts[10], parts[11]};
+#pragma omp parallel
+    {
+        kernels_.embedding(batch.ids, embedding_.data, embedding_.bf16, s.x, rows, shape_.hidden);
+        for (const LayerWeights& layer : layers_) run_layer(layer, batch, plan, s);
+        norm(norm_, s.x, hidden, rows, shape_.hidden);
+    }
+}
+
+}  // namespace palimpsest::cpu

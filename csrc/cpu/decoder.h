@@ -1,0 +1,73 @@
+// The layer stack in one call: the ops of engine/model.py in the same order, by the same kernels, in one parallel
+// region.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace palimpsest::cpu {
+
+// A tensor read in place, float32 or bfloat16; null where the model has none.
+struct Parameter {
+    const void* data = nullptr;
+    bool bf16 = false;
+};
+
+// y = x W^T + b, W [out, in].
+struct LinearWeights {
+    Parameter weight, bias;
+    Index in = 0, out = 0;
+};
+
+struct LayerWeights {
+    Parameter input_norm, post_norm, query_norm, key_norm;  // the last two only in Qwen3
+    LinearWeights query, key, value, output, gate, up, down;
+    void* key_pages = nullptr;
+    void* value_pages = nullptr;
+};
+
+struct DecoderShape {
+    Index hidden, heads, kv_heads, head_dim, vocabulary, window, page_size, page_count;
+    bool kv_bf16;
+    float eps, scale;
+    const float* cos;
+    const float* sin;
+};
+
+// The ragged batch of a step, as in engine/model.py.
+struct DecoderBatch {
+    const Index *ids, *positions, *slots;
+    const std::int32_t *query_start, *kv_length, *pages;
+    Index tokens, spans, pages_stride;
+};
+
+class Decoder {
+  public:
+    Decoder(const Kernels& kernels, const DecoderShape& shape, Parameter embedding, Parameter norm)
+        : kernels_(kernels), shape_(shape), embedding_(embedding), norm_(norm) {}
+
+    void add_layer(const LayerWeights& layer) { layers_.push_back(layer); }
+
+    // Writes the normed hidden rows [tokens, hidden]. Throws std::invalid_argument for ids, positions, slots or spans
+    // that point outside of what they describe.
+    void run(const DecoderBatch& batch, float* hidden);
+
+  private:
+    struct Scratch;
+
+    void check(const DecoderBatch& batch) const;
+    void run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
+                   const Scratch& scratch) const;
+    void linear(const LinearWeights& weights, const float* x, float* y, Index rows) const;
+    void norm(const Parameter& weight, const float* x, float* y, Index rows, Index size) const;
+    void add(const float* y, float* x, Index rows) const;
+
+    const Kernels& kernels_;
+    DecoderShape shape_;
+    Parameter embedding_, norm_;
+    std::vector<LayerWeights> layers_;
+    std::vector<float> buffer_;  // grows to the largest step seen, and stays: no allocation on the hot path
+};
+
+}  // namespace palimpsest::cpu

@@ -1,0 +1,74 @@
+"""LayerStack: the decoder's layers in one C++ call, so that a step costs no dispatch per op.
+
+The same kernels in the same order as model.py runs them op by op: the hidden rows are the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .model import Batch, Decoder, KVPages, Layer, Linear
+
+__all__ = ["LayerStack"]
+
+
+class LayerStack:
+    """A model's layers over one set of pages, for inference. Parameters are read in place, so updates are seen."""
+
+    def __init__(self, model: Decoder, pages: list[KVPages]) -> None:
+        """Model and pages must be such that `fits` holds."""
+        config, first = model.config, pages[0].key
+        # The addresses below stay valid while these are referred to from here.
+        self._model, self._pages = model, pages
+        self._decoder = cpu.make_decoder(
+            *(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size),
+            *(len(model.cos), first.shape[2], first.shape[0], first.dtype == torch.bfloat16),
+            *(config.rms_norm_eps, config.head_dim**-0.5, model.cos.data_ptr(), model.sin.data_ptr()),
+            *(_parameter(model.model.embed_tokens.weight), _parameter(model.model.norm.weight)),
+        )
+        for layer, layer_pages in zip(model.layers, pages, strict=True):
+            norms: list[Tensor | None] = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+            attention = layer.self_attn
+            norms += [attention.q_norm.weight, attention.k_norm.weight] if config.qk_norm else [None, None]
+            self._decoder.add_layer(
+                [_parameter(norm) for norm in norms],
+                [_linear(linear) for linear in _linears(layer)],
+                layer_pages.key.data_ptr(),
+                layer_pages.value.data_ptr(),
+            )
+
+    @staticmethod
+    def fits(model: Decoder, pages: list[KVPages]) -> bool:
+        """Whether the kernels run this model: their ops were chosen, and no linear layer was replaced from outside."""
+        plain = all(type(linear) is Linear for layer in model.layers for linear in _linears(layer))
+        return model.ops.linear is cpu.linear and plain and pages[0].key.dtype in cpu.PARAMETER_DTYPES
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""
+        spans = batch.spans
+        hidden = torch.empty(len(batch.ids), self._model.config.hidden_size, dtype=torch.float32)
+        self._decoder.run(
+            *(batch.ids.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), len(batch.ids)),
+            *(spans.query_start.data_ptr(), spans.kv_length.data_ptr(), spans.pages.data_ptr()),
+            *(spans.pages.shape[1], len(spans.kv_length), hidden.data_ptr()),
+        )
+        return hidden
+
+
+def _linears(layer: Layer) -> list[Linear]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]
+
+
+def _parameter(tensor: Tensor | None) -> tuple[int, bool]:
+    return (0, False) if tensor is None else (tensor.data_ptr(), tensor.dtype == torch.bfloat16)
+
+
+def _linear(linear: Linear) -> tuple[tuple[int, bool], tuple[int, bool], int, int]:
+    outputs, inputs = linear.weight.shape
+    return _parameter(linear.weight), _parameter(linear.bias), inputs, outputs

@@ -1,0 +1,88 @@
+"""The layer stack in one C++ call gives the bits of the ops one by one."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from palimpsest import Engine, EngineConfig, SamplingParams
+from palimpsest.engine.layer_stack import LayerStack
+from palimpsest.engine.scheduler import Span, Step
+from palimpsest.engine.sequence import Sequence
+from palimpsest.tests.tiny_models import make_model_folder
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1, "num_attention_heads": 7, "hidden_size": 56}),
+    ("qwen3", {"head_dim": 20, "intermediate_size": 300}),
+]
+
+
+def step_of(engine: Engine, lengths: list[int], cached: int) -> Step:
+    """Spans of these lengths; each follows `cached` tokens that are taken to lie in pages of its own."""
+    spans, next_page = [], 0
+    for i, length in enumerate(lengths):
+        count = engine.scheduler.pool.pages_for(cached + length)
+        pages = tuple(range(next_page + count - 1, next_page - 1, -1))
+        next_page += count
+        ids = array("i", [(7 * i + 13 * k) % engine.model.config.vocab_size for k in range(length)])
+        sequence = Sequence(i, ids, SamplingParams())
+        spans.append(Span(sequence, cached, ids, pages, False, 0, array("i")))
+    return Step((), tuple(spans))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+@pytest.mark.parametrize(("model_type", "overrides"), MODELS)
+def test_one_call_is_op_by_op(
+    tmp_path: Path, model_type: str, overrides: dict[str, Any], dtype: str, kv_dtype: str
+) -> None:
+    folder = make_model_folder(tmp_path, model_type, **overrides)
+    engine = Engine(folder, EngineConfig(dtype=dtype, kv_dtype=kv_dtype, kv_bytes=1 << 23, backend="cpu"))
+    runner = engine.runner
+    assert isinstance(runner._run_layers, LayerStack)
+    op_by_op = partial(engine.model, pages=runner.pages)
+    for lengths, cached in (([1], 0), ([1, 1, 1], 37), ([5, 1, 130, 2], 20), ([700], 3)):
+        results = []
+        for run in (op_by_op, runner._run_layers):
+            for layer in runner.pages:
+                layer.key.fill_(0.25)
+                layer.value.fill_(-0.5)
+            with torch.inference_mode():
+                hidden = run(runner._batch(step_of(engine, lengths, cached).spans))
+            results.append((hidden, [(layer.key.clone(), layer.value.clone()) for layer in runner.pages]))
+        (expected, expected_pages), (given, given_pages) = results
+        assert torch.equal(given, expected)
+        for (key, value), (expected_key, expected_value) in zip(given_pages, expected_pages, strict=True):
+            assert torch.equal(key, expected_key) and torch.equal(value, expected_value)
+
+
+def test_one_thread_is_two(tmp_path: Path) -> None:
+    engine = Engine(make_model_folder(tmp_path, "llama"), EngineConfig(kv_bytes=1 << 23, backend="cpu"))
+    batch = engine.runner._batch(step_of(engine, [200, 1, 1, 30], 5).spans)
+    threads, hidden = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for layer in engine.runner.pages:
+                layer.key.fill_(0.25)
+                layer.value.fill_(-0.5)
+            with torch.inference_mode():
+                hidden.append(engine.runner._run_layers(batch))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*hidden)
+
+
+def test_a_layer_replaced_from_outside_or_plain_torch_is_run_op_by_op(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "llama")
+    engine = Engine(folder, EngineConfig(kv_bytes=1 << 22, backend="cpu"))
+    engine.model.layers[1].mlp.up_proj = torch.nn.Linear(48, 96, bias=False)
+    assert not LayerStack.fits(engine.model, engine.runner.pages)
+    plain = Engine(folder, EngineConfig(kv_bytes=1 << 22, backend="reference"))
+    assert not LayerStack.fits(plain.model, plain.runner.pages)
