@@ -29,7 +29,10 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 
 
 class Runner:
-    """Holds the model and the KV tensors; `run` turns a step into results."""
+    """Holds the model and the KV tensors; `run` turns a step into results.
+
+    run_layers: how a batch goes through the layers, in one call or op by op: the same bits either way.
+    """
 
     def __init__(
         self, model: Decoder, *, num_pages: int, page_size: int, kv_dtype: torch.dtype, eos_ids: tuple[int, ...]
@@ -41,9 +44,9 @@ class Runner:
             KVPages(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
             for _ in range(config.num_layers)
         ]
-        self._run_layers: Callable[[Batch], Tensor] = partial(model, pages=self.pages)
+        self.run_layers: Callable[[Batch], Tensor] = partial(model, pages=self.pages)
         if LayerStack.fits(model, self.pages):
-            self._run_layers = LayerStack(model, self.pages)
+            self.run_layers = LayerStack(model, self.pages)
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[SpanResult]:
@@ -51,7 +54,7 @@ class Runner:
         self._copy(step.copies)
         if not step.spans:
             return []
-        hidden = self._run_layers(self._batch(step.spans))
+        hidden = self.run_layers(self._batch(step.spans))
         ends = np.cumsum([len(span.ids) for span in step.spans]).tolist()
         scores = [self._score(hidden, span, end - len(span.ids)) for span, end in zip(step.spans, ends, strict=True)]
         drawn = self._draw(hidden, step.spans, ends)

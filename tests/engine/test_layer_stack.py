@@ -45,11 +45,11 @@ def test_one_call_is_op_by_op(
     folder = make_model_folder(tmp_path, model_type, **overrides)
     engine = Engine(folder, EngineConfig(dtype=dtype, kv_dtype=kv_dtype, kv_bytes=1 << 23, backend="cpu"))
     runner = engine.runner
-    assert isinstance(runner._run_layers, LayerStack)
+    assert isinstance(runner.run_layers, LayerStack)
     op_by_op = partial(engine.model, pages=runner.pages)
     for lengths, cached in (([1], 0), ([1, 1, 1], 37), ([5, 1, 130, 2], 20), ([700], 3)):
         results = []
-        for run in (op_by_op, runner._run_layers):
+        for run in (op_by_op, runner.run_layers):
             for layer in runner.pages:
                 layer.key.fill_(0.25)
                 layer.value.fill_(-0.5)
@@ -73,7 +73,7 @@ def test_one_thread_is_two(tmp_path: Path) -> None:
                 layer.key.fill_(0.25)
                 layer.value.fill_(-0.5)
             with torch.inference_mode():
-                hidden.append(engine.runner._run_layers(batch))
+                hidden.append(engine.runner.run_layers(batch))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*hidden)
