@@ -7,15 +7,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..engine.layer_stack import LayerStack
 from ..engine.ops import Spans
-from .clock import Sample
+from ..engine.runner import Runner
+from .clock import Sample, timed
 from .costs import Cost
 
-__all__ = ["Breakdown", "Total", "call_cost"]
+__all__ = ["Breakdown", "Total", "call_cost", "explain", "ways"]
+
+
+def ways(runner: Runner) -> list[bool]:
+    """Whether to run op by op, for each way that this runner's layers can be run: the usual one first."""
+    return [False, True] if isinstance(runner.run_layers, LayerStack) else [True]
+
+
+def explain(title: str, runner: Runner, run: Callable[[], object], op_by_op: bool) -> str:
+    """Run once under clocks, with the layers in one call or op by op; -> a table below the title."""
+    breakdown = Breakdown()
+    with breakdown.watching(runner, op_by_op):
+        sample = timed(run)
+    way = "op by op" if op_by_op else "layers in one call"
+    return f"{title}, {way}: {sample.seconds * 1e3:.1f} ms\n{breakdown.table(sample)}"
 
 
 @dataclass
@@ -35,24 +52,41 @@ class Total:
 
 
 class Breakdown:
-    """Totals by op, filled while `watching` a model."""
+    """Totals by op, filled while `watching` a runner."""
 
     def __init__(self) -> None:
         self.totals: dict[str, Total] = {}
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Put a clock around every op that the model's modules call, for the time of the `with`."""
-        owners = [module for module in model.modules() if hasattr(module, "ops")]
+    def watching(self, runner: Runner, op_by_op: bool) -> Iterator[None]:
+        """Put a clock around every op that the model calls, for the time of the `with`."""
+        owners = [module for module in runner.model.modules() if hasattr(module, "ops")]
         originals = [module.ops for module in owners]
         clocks = {id(ops): _Clocked(ops, self) for ops in originals}
+        run_layers = runner.run_layers
         try:
             for module, ops in zip(owners, originals, strict=True):
                 module.ops = clocks[id(ops)]  # type: ignore[assignment]
+            runner.run_layers = (
+                partial(runner.model, pages=runner.pages) if op_by_op else self.clocked("all layers", run_layers)
+            )
             yield
         finally:
+            runner.run_layers = run_layers
             for module, ops in zip(owners, originals, strict=True):
                 module.ops = ops
+
+    def clocked(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        """`op`, with its calls counted under `name`."""
+
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = op(*args)
+            seconds = time.perf_counter() - start
+            self.totals.setdefault(name, Total()).add(seconds, call_cost(name, args, result))
+            return result
+
+        return call
 
     def table(self, sample: Sample) -> str:
         """The totals as lines, largest first, and what the ops leave over of the sample's time."""
@@ -62,7 +96,7 @@ class Breakdown:
             spent += total.seconds
             rates = f"{total.bytes / total.seconds / 1e9:8.1f}{total.flops / total.seconds / 1e9:9.1f}"
             share = f"{total.seconds * 1e3:10.2f}{total.seconds / sample.seconds:8.1%}"
-            lines.append(f"  {name:22s}{total.calls:7d}{share}{rates}")
+            lines.append(f"  {name:22s}{total.calls:7d}{share}{rates if total.bytes else ''}")
         rest = sample.seconds - spent
         lines.append(f"  {'Python and the rest':22s}{'':7s}{rest * 1e3:10.2f}{rest / sample.seconds:8.1%}")
         return "\n".join(lines)
@@ -75,21 +109,15 @@ class _Clocked:
         self._ops, self._breakdown = ops, breakdown
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        op, totals = getattr(self._ops, name), self._breakdown.totals
-
-        def clocked(*args: Any) -> Any:
-            start = time.perf_counter()
-            result = op(*args)
-            seconds = time.perf_counter() - start
-            totals.setdefault(name, Total()).add(seconds, call_cost(name, args, result))
-            return result
-
-        setattr(self, name, clocked)
-        return clocked
+        op = self._breakdown.clocked(name, getattr(self._ops, name))
+        setattr(self, name, op)
+        return op
 
 
 def call_cost(name: str, args: tuple[Any, ...], result: Any) -> Cost:
     """Bytes that a call has to move, outputs included, and multiply-adds of the ops that consist of them."""
+    if name == "all layers":  # what is inside is not seen from here
+        return Cost(0.0, 0.0)
     if name == "paged_attention":
         return _attention_cost(*args[:4])
     tensors = [tensor for value in (*args, result) for tensor in _tensors(value)]

@@ -9,8 +9,7 @@ from ..engine.config import EngineConfig
 from ..engine.defaults import embedded_model_path
 from ..engine.model_config import ModelConfig
 from . import options
-from .breakdown import Breakdown
-from .clock import timed
+from .breakdown import explain, ways
 from .costs import Cost, decode_cost
 from .limits import Probe
 from .memory import resident
@@ -156,11 +155,11 @@ def _ratio(ours: Measured, rival: Measured | None) -> float | None:
 
 
 def _profile(engine: Ours, work: Work) -> None:
-    breakdown = Breakdown()
-    with engine.decoding(work.batch, work.context, work.steps) as steps, breakdown.watching(engine.engine.model):
-        sample = timed(steps)
-    head = f"{work.steps} steps of {work.name}, context {work.context}, {engine.variant.dtype}"
-    print(f"{head}: {sample.seconds * 1e3:.1f} ms\n{breakdown.table(sample)}")
+    runner = engine.engine.runner
+    title = f"{work.steps} steps of {work.name}, context {work.context}, {engine.variant.dtype}"
+    for op_by_op in ways(runner):
+        with engine.decoding(work.batch, work.context, work.steps) as run:
+            print(explain(title, runner, run, op_by_op))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Limits:
 class Probe:
     """Measures the limits with as many threads as torch is set to, each the best of a few tries."""
 
-    def __init__(self, read_bytes: int = READ_BYTES, repeats: int = REPEATS) -> None:
+    def __init__(self) -> None:
         """Raises ConfigError when the extension is not built."""
         try:
             from .. import _C
@@ -42,8 +42,7 @@ class Probe:
                 f"which cannot be imported ({error}); run `make build`"
             ) from error
         self._kernels = _C.CpuKernels("best")
-        self._memory = torch.ones(read_bytes // 4, dtype=torch.float32)
-        self._repeats = repeats
+        self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
         self.isa = self._kernels.isa
 
     def measure(self) -> Limits:
@@ -52,7 +51,7 @@ class Probe:
 
     def _flops(self) -> float:
         start = time.perf_counter()
-        done = self._kernels.multiply_add(self._repeats)
+        done = self._kernels.multiply_add(REPEATS)
         return done / (time.perf_counter() - start)
 
     def _bytes(self) -> float:

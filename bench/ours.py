@@ -61,8 +61,12 @@ class Ours:
 
     def prefill(self, length: int, seed: int) -> Sample:
         """A prompt that no cache knows, to the first token of its response."""
+        return timed(self.prefilling(length, seed))
+
+    def prefilling(self, length: int, seed: int) -> Callable[[], object]:
+        """What `prefill` times."""
         prompt = tokens(length, seed, self.model_config.vocab_size)
-        return timed(lambda: self.engine.generate([prompt], _greedy(1)))
+        return lambda: self.engine.generate([prompt], _greedy(1))
 
     def decode(self, batch: int, context: int, steps: int) -> Sample:
         """`steps` steps, each a token for each of `batch` sequences behind prompts of their own of `context` tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..engine.defaults import embedded_model_path
 from . import options
-from .breakdown import Breakdown
+from .breakdown import explain, ways
 from .costs import linear_cost, prefill_cost
 from .limits import Probe
 from .options import Options
@@ -73,10 +73,10 @@ def _targets(length: int, linear: Measured, whole: Measured, others: Sequence[Me
 
 
 def _profile(ours: Ours, length: int) -> None:
-    breakdown = Breakdown()
-    with breakdown.watching(ours.engine.model):
-        sample = ours.prefill(length, SEED - 1)
-    print(f"prefill of {length} tokens, float32: {sample.seconds * 1e3:.1f} ms\n{breakdown.table(sample)}")
+    runner = ours.engine.runner
+    for number, op_by_op in enumerate(ways(runner), start=1):  # prompts that no cache knows: seeds below the rounds'
+        run = ours.prefilling(length, SEED - number)
+        print(explain(f"prefill of {length} tokens, float32", runner, run, op_by_op))
 
 
 if __name__ == "__main__":
