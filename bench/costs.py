@@ -11,9 +11,10 @@ from ..engine.model_config import ModelConfig
 
 __all__ = ["KV_BYTES", "WEIGHT_BITS", "Cost", "decode_cost", "layer_shapes", "linear_cost", "prefill_cost"]
 
-# Bits of one weight with its share of the scales. int8 has a float32 scale per row (under 1 % of a row: left out), int4
-# and the peers' Q4_0 one float16 scale per 32 weights, their Q8_0 likewise.
-WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "q8_0": 8.5, "int4": 4.5}
+# Bits of one weight with its share of the scales: our int8 has one per row (under 1 % of it: left out), our int4 and the
+# peers' q8_0 and q4_0 (llama.cpp's) a float16 per 32 weights.
+WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "q8_0": 8.5, "int4": 4.5, "q4_0": 4.5}
+HEAD_BITS = WEIGHT_BITS | {"int4": 8.5}  # our int4 keeps the head in 8 bits
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -57,7 +58,7 @@ def decode_cost(
 
 def _head_cost(config: ModelConfig, rows: int, dtype: str) -> Cost:
     weights = config.vocab_size * config.hidden_size
-    return Cost(2.0 * rows * weights, weights * WEIGHT_BITS[dtype] / 8)
+    return Cost(2.0 * rows * weights, weights * HEAD_BITS[dtype] / 8)
 
 
 def _attention_flops(config: ModelConfig, scores: float) -> float:

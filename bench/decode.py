@@ -60,7 +60,7 @@ SHARES = {"float32": 0.85, "bfloat16": 0.85, "int8": 0.70, "int4": 0.50}
 RIVALS = {
     "float32": Rival("OpenVINO GenAI", "float32", 1.1),
     "int8": Rival("llama.cpp", "q8_0", 1.2),
-    "int4": Rival("llama.cpp", "int4", 1.2),
+    "int4": Rival("llama.cpp", "q4_0", 1.2),
 }
 BFLOAT16_GAIN = 1.7
 BATCH_GAIN = 1.3

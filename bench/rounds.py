@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from .limits import Limits, Probe
 from .peers import PeerError
 
 __all__ = ["Entry", "Measured", "alternate", "best", "ratio"]
+
+PAUSE = 0.1  # seconds: OpenMP's threads spin a while for more work before they sleep, and would disturb who comes next
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def alternate(entries: Sequence[Entry], rounds: int, probe: Probe) -> list[Measu
     for number in range(rounds + 1):
         limits = probe.measure()
         for one in list(measured):
+            time.sleep(PAUSE)
             try:
                 sample = one.entry.run(number)
             except PeerError as error:

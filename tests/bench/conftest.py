@@ -18,6 +18,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model_folder(tmp_path_factory.mktemp("model"), "qwen2", tie_word_embeddings=True))
 
 
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palimpsest.bench.rounds.PAUSE", 0.0)
+
+
 @pytest.fixture
 def peers_folder(tmp_path: Path) -> Callable[..., Path]:
     """A function that writes peers.json for fake workers: one mapping of changes to the defaults per peer."""

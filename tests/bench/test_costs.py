@@ -50,20 +50,22 @@ def test_prefill_of_512_tokens_takes_230_million_operations_a_token():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "weight_bytes", "kv_bytes"),
+    ("dtype", "kv_dtype", "weight_bytes", "head_bytes", "kv_bytes"),
     [
-        ("float32", "float32", 4, 4),
-        ("bfloat16", "bfloat16", 2, 2),
-        ("int8", "bfloat16", 1, 2),
-        ("int4", "int8", 0.5 + 2 / 32, 1),
-        ("q8_0", "float16", 1 + 2 / 32, 2),
+        ("float32", "float32", 4, 4, 4),
+        ("bfloat16", "bfloat16", 2, 2, 2),
+        ("int8", "bfloat16", 1, 1, 2),
+        ("int4", "int8", 0.5 + 2 / 32, 1 + 2 / 32, 1),
+        ("q8_0", "float16", 1 + 2 / 32, 1 + 2 / 32, 2),
+        ("q4_0", "float16", 0.5 + 2 / 32, 0.5 + 2 / 32, 2),
     ],
 )
-def test_decode_reads_all_weights_once_and_the_kv_of_each_sequence(dtype, kv_dtype, weight_bytes, kv_bytes):
+def test_decode_reads_all_weights_once_and_the_kv_of_each_sequence(dtype, kv_dtype, weight_bytes, head_bytes, kv_bytes):
     one_key = 30 * 3 * 64 * 2 * kv_bytes
     for batch, keys in ((1, 101), (8, 1000)):
         cost = decode_cost(SMOLLM2, batch, keys, dtype, kv_dtype)
-        assert cost.bytes == weight_bytes * (LAYER_WEIGHTS + HEAD_WEIGHTS) + batch * keys * one_key
+        weights = weight_bytes * LAYER_WEIGHTS + head_bytes * HEAD_WEIGHTS
+        assert cost.bytes == weights + batch * keys * one_key
         assert cost.flops == batch * (2 * (LAYER_WEIGHTS + HEAD_WEIGHTS) + keys * 30 * 9 * 4 * 64)
 
 
