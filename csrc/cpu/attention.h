@@ -37,7 +37,9 @@ inline void fold(float* running, const float* tile, Index vectors, bool first) {
         return;
     }
     float top = running[0] > tile[0] ? running[0] : tile[0];
-    float keep = exp(running[0] - top), add = exp(tile[0] - top);
+    float scales[kWidth];  // two exponentials in one go
+    exp_below(keep_first(F16::set(running[0] - top), 1, F16::set(tile[0] - top))).store(scales);
+    float keep = scales[0], add = scales[1];
     running[0] = top;
     running[1] = std::fma(running[1], keep, tile[1] * add);
     for (Index i = 0; i < vectors; i++) {
@@ -57,6 +59,12 @@ inline void write_output(const float* running, float* out, Index dim) {
     }
 }
 
+// Asks the second cache for `count` elements.
+template <class T>
+inline void prefetch(const T* row, Index count) {
+    for (Index i = 0; i < count; i += Index(64 / sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
+
 // The tokens of a tile that some row of the task sees, as offsets into the pages.
 struct Tile {
     Index count = 0;
@@ -73,21 +81,29 @@ inline void locate(const AttentionCall& c, const AttentionTask& task, Index star
     }
 }
 
+// From a key to the value of the same token, in elements: values are wanted after keys, so the cache is asked for them
+// then.
+template <class T>
+inline Index key_to_value(const AttentionCall& c) {
+    auto keys = reinterpret_cast<std::intptr_t>(c.key_pages), values = reinterpret_cast<std::intptr_t>(c.value_pages);
+    return (values - keys) / Index(sizeof(T));
+}
+
+// The keys of the sixteen tokens from t on; beyond the last one they repeat it.
+template <class T>
+inline void sixteen_keys(const AttentionCall& c, const Tile& tile, Index t, const T* (&keys)[kWidth]) {
+    for (Index j = 0; j < kWidth; j++)
+        keys[j] = static_cast<const T*>(c.key_pages) + tile.offsets[smaller(t + j, tile.count - 1)];
+}
+
 // scores[r][token], rows kBlock apart, of R rows from query row `first` on. Rows of keys are transposed in registers.
 template <int R, class T>
-void scores_few(const AttentionCall& c, const Rows& rows, Index first, const Tile& tile, const Tile& next,
-                float* scores) {
-    const T* keys = static_cast<const T*>(c.key_pages);
-    const T* values = static_cast<const T*>(c.value_pages);
+void scores_few(const AttentionCall& c, const Rows& rows, Index first, const Tile& tile, float* scores) {
     for (Index t = 0; t < tile.count; t += kWidth) {
         const T* sixteen[kWidth];
-        for (Index j = 0; j < kWidth; j++) sixteen[j] = keys + tile.offsets[smaller(t + j, tile.count - 1)];
-        for (Index j = t; j < smaller(t + kWidth, tile.count); j++)  // the values are wanted next
-            for (Index d = 0; d < c.head_dim; d += Index(64 / sizeof(T)))
-                __builtin_prefetch(values + tile.offsets[j] + d, 0, 2);
-        Index ahead = t < next.count ? next.offsets[t] - tile.offsets[t] : 0;
+        sixteen_keys(c, tile, t, sixteen);
         F16 total[R] = {};
-        sixteen_chains<R, T>(rows.query + first * kBlock, kBlock, sixteen, c.head_dim, total, ahead);
+        sixteen_chains<R, T>(rows.query + first * kBlock, kBlock, sixteen, c.head_dim, total, key_to_value<T>(c));
         for (int r = 0; r < R; r++) (total[r] * F16::set(c.scale)).store(scores + r * kBlock + t);
     }
 }
@@ -95,16 +111,15 @@ void scores_few(const AttentionCall& c, const Rows& rows, Index first, const Til
 // keys[d][token]: the keys of a tile, transposed; columns from `count` to the next multiple of kPanel repeat the last
 // token.
 template <class T>
-void transpose_keys(const AttentionCall& c, const Index* offsets, Index count, float* keys) {
+void transpose_keys(const AttentionCall& c, const Tile& tile, float* keys) {
     constexpr Index step = Block<T>::kDepth;
-    const T* from = static_cast<const T*>(c.key_pages);
-    for (Index t = 0; t < (count + kPanel - 1) / kPanel * kPanel; t += kWidth) {
+    for (Index t = 0; t < (tile.count + kPanel - 1) / kPanel * kPanel; t += kWidth) {
         const T* sixteen[kWidth];
-        for (Index j = 0; j < kWidth; j++) sixteen[j] = from + offsets[smaller(t + j, count - 1)];
+        sixteen_keys(c, tile, t, sixteen);
         F16 block[kWidth];
         Index d = 0;
         for (; d + step <= c.head_dim; d += step) {
-            load_transposed(sixteen, d, block, 0);
+            load_transposed(sixteen, d, block, key_to_value<T>(c));
 #pragma GCC unroll 32
             for (int i = 0; i < step; i++) Block<T>::column(block, i).store(keys + (d + i) * kTile + t);
         }
@@ -140,7 +155,7 @@ inline void softmax_row(float* scores, Index count, float* tile) {
     tile[0] = largest(top);
     top = F16::set(tile[0]);
     for (Index t = 0; t < count; t += kWidth) {
-        F16 weight = keep_first(exp(F16::load(scores + t) - top), count - t, F16::zero());
+        F16 weight = keep_first(exp_below(F16::load(scores + t) - top), count - t, F16::zero());
         weight.store(scores + t);
         sums = sums + weight;
     }
@@ -150,16 +165,18 @@ inline void softmax_row(float* scores, Index count, float* tile) {
 // Continues the outputs of R rows (at `out`, `stride` apart) over the tokens from .. to, for kTileVectors vectors from
 // d on.
 template <int R, bool kWhole, class T>
-void weigh_values(const AttentionCall& c, const float* weights, const Index* offsets, Index from, Index to, Index d,
-                  float* out, Index stride) {
+void weigh_values(const AttentionCall& c, const float* weights, const Tile& tile, const Tile& next, Index from,
+                  Index to, Index d, float* out, Index stride) {
     const T* values = static_cast<const T*>(c.value_pages) + d;
+    const T* keys = static_cast<const T*>(c.key_pages) + d;
     F16 acc[R][kTileVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < kTileVectors; v++) acc[r][v] = F16::load(out + r * stride + d + v * kWidth);
     auto load = [&](Index t, F16(&w)[kTileVectors]) {
-        const T* value = values + offsets[t];
+        const T* value = values + tile.offsets[t];
+        prefetch(keys + next.offsets[t], kPanel);
 #pragma GCC unroll 2
         for (int v = 0; v < kTileVectors; v++) {
             Index left = c.head_dim - d - v * kWidth;
@@ -176,29 +193,30 @@ void weigh_values(const AttentionCall& c, const float* weights, const Index* off
 }
 
 template <int R, class T>
-void weigh_values(const AttentionCall& c, const float* weights, const Index* offsets, Index from, Index to, float* out,
-                  Index stride) {
+void weigh_values(const AttentionCall& c, const float* weights, const Tile& tile, const Tile& next, Index from,
+                  Index to, float* out, Index stride) {
     for (Index d = 0; d < c.head_dim; d += kPanel)
         if (d + kPanel <= c.head_dim)
-            weigh_values<R, true, T>(c, weights, offsets, from, to, d, out, stride);
+            weigh_values<R, true, T>(c, weights, tile, next, from, to, d, out, stride);
         else
-            weigh_values<R, false, T>(c, weights, offsets, from, to, d, out, stride);
+            weigh_values<R, false, T>(c, weights, tile, next, from, to, d, out, stride);
 }
 
 // The tiles' shares of R rows from `first` on, which see seen[r] (rising) tokens of this tile. tiles: `stride` floats a
 // row.
 template <int R, class T>
-void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const Index* offsets, float* tiles,
-               Index stride) {
+void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const Tile& tile, const Tile& next,
+               float* tiles, Index stride) {
     for (int r = 0; r < R; r++) {
         if (seen[r] > 0) softmax_row(scores + r * kBlock, seen[r], tiles + r * stride);
         std::memset(tiles + r * stride + kHeader, 0, (stride - kHeader) * sizeof(float));
     }
     Index common = larger(seen[0], 0);
-    weigh_values<R, T>(c, scores, offsets, 0, common, tiles + kHeader, stride);
+    weigh_values<R, T>(c, scores, tile, next, 0, common, tiles + kHeader, stride);
     for (int r = 0; r < R; r++)
         if (seen[r] > common)
-            weigh_values<1, T>(c, scores + r * kBlock, offsets, common, seen[r], tiles + r * stride + kHeader, stride);
+            weigh_values<1, T>(c, scores + r * kBlock, tile, tile, common, seen[r], tiles + r * stride + kHeader,
+                               stride);
 }
 
 template <class T>
@@ -216,21 +234,23 @@ void attention_tiles(const AttentionCall& c, const AttentionTask& task, const Ro
         const Tile& here = places[tile % 2];
         Tile& next = places[(tile + 1) % 2];
         locate(c, task, (tile + 1) * kTile, end, next);
-        if (!few) transpose_keys<T>(c, here.offsets, here.count, keys);
+        for (Index t = next.count; t < kTile; t++) next.offsets[t] = here.offsets[smaller(t, here.count - 1)];
+        if (!few) transpose_keys<T>(c, here, keys);
         for (Index first = 0; first < rows.count; first += kTileRows) {
             Index seen[kTileRows], some = smaller(kTileRows, rows.count - first);
             for (Index r = 0; r < some; r++) seen[r] = smaller(kTile, rows.position[first + r] + 1 - tile * kTile);
             if (seen[some - 1] <= 0) continue;
             if (few)
-                with_rows<kPassRows>(
-                    some, [&](auto n) { scores_few<decltype(n)::value, T>(c, rows, first, here, next, scores); });
+                with_rows<kPassRows>(some,
+                                     [&](auto n) { scores_few<decltype(n)::value, T>(c, rows, first, here, scores); });
             else
                 with_rows<kTileRows>(some, [&](auto n) {
                     scores_many<decltype(n)::value>(c, rows, first, keys, seen[some - 1], scores);
                 });
             float* shares = partials ? partials + (tile * rows.count + first) * stride : own_shares;
-            with_rows<kTileRows>(
-                some, [&](auto n) { tile_rows<decltype(n)::value, T>(c, seen, scores, here.offsets, shares, stride); });
+            with_rows<kTileRows>(some, [&](auto n) {
+                tile_rows<decltype(n)::value, T>(c, seen, scores, here, first == 0 ? next : here, shares, stride);
+            });
             if (partials) continue;
             for (Index r = 0; r < some; r++)
                 if (seen[r] > 0) fold(running + (first + r) * stride, shares + r * stride, vectors, tile == 0);

@@ -199,21 +199,45 @@ inline void store_first(F16 x, float* p, Index n) {
     std::memcpy(p, lanes, n * sizeof(float));
 }
 
-// The sum of the lanes, by halving: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+// The sum of the lanes, by halving: lane i takes lane i + 8, then i + 4, i + 2, i + 1. And the largest of them.
+#if defined(__AVX2__)
+
+#if defined(__AVX512F__)
+inline __m256 lower(F16 x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 upper(F16 x) { return _mm512_extractf32x8_ps(x.v, 1); }
+#else
+inline __m256 lower(F16 x) { return x.lo; }
+inline __m256 upper(F16 x) { return x.hi; }
+#endif
+
 inline float sum(F16 x) {
-    float lanes[kWidth];
-    x.store(lanes);
-    for (int half = kWidth / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    __m256 eight = _mm256_add_ps(lower(x), upper(x));
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
 }
 
 inline float largest(F16 x) {
-    float lanes[kWidth];
-    x.store(lanes);
-    float result = lanes[0];
-    for (int i = 1; i < kWidth; i++) result = lanes[i] > result ? lanes[i] : result;
+    __m256 eight = _mm256_max_ps(lower(x), upper(x));
+    __m128 v = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
+}
+
+#else
+
+inline float sum(F16 x) {
+    for (int half = kWidth / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x.v[i] += x.v[i + half];
+    return x.v[0];
+}
+
+inline float largest(F16 x) {
+    float result = x.v[0];
+    for (float lane : x.v) result = lane > result ? lane : result;
     return result;
 }
+
+#endif
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA
