@@ -132,7 +132,9 @@ class Stack(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Given, not drawn: initial values, even on the meta device, would import torch._dynamo (2 s and 150 MB).
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(Layer(config, ops) for _ in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, ops)
 
