@@ -57,7 +57,7 @@ def test_prefill_of_512_tokens_takes_230_million_operations_a_token():
         ("int8", "bfloat16", 1, 1, 2),
         ("int4", "int8", 0.5 + 2 / 32, 1 + 2 / 32, 1),
         ("q8_0", "float16", 1 + 2 / 32, 1 + 2 / 32, 2),
-        ("q4_0", "float16", 0.5 + 2 / 32, 0.5 + 2 / 32, 2),
+        ("q4_0", "float16", 0.5 + 2 / 32, 1 + 2 / 32, 2),
     ],
 )
 def test_decode_reads_all_weights_once_and_the_kv_of_each_sequence(dtype, kv_dtype, weight_bytes, head_bytes, kv_bytes):
