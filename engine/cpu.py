@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 [T, in] with dense rows, [out, in], [out] -> float32 [T, out]. Raises ValueError for anything else."""
     rows, size = x.shape
     out = weight.shape[0]
-    ok = _is_rows(x) and _is_parameter(weight) and weight.shape == (out, size)
+    ok = _is_rows(x) and _is_parameter(weight) and weight.shape == (out, size) and size > 0
     _check(ok and (bias is None or (_is_parameter(bias) and bias.shape == (out,))), "linear", x, weight)
     y = torch.empty(rows, out, dtype=torch.float32)
     _kernels.linear(
