@@ -57,7 +57,8 @@ def _use(model: str, dtype: str, context: int, threads: int) -> tuple[int, int, 
     ours = Ours(model, VARIANTS[dtype], sequences=1, longest=context + ROOM, threads=threads)
     ours.decode(1, context, ROOM // 2)
     decoder, runner = ours.engine.model, ours.engine.runner
-    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    parts = (getattr(module, name, None) for module in decoder.modules() for name in ("weight", "bias", "cos", "sin"))
+    weights = sum(part.nbytes for part in parts if part is not None)
     kv = sum(layer.key.nbytes + layer.value.nbytes for layer in runner.pages)
     return _peak(Path("/proc/self/status").read_text()), weights, kv
 

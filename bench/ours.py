@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ class Ours:
 
     def __init__(self, model: str, variant: Variant, *, sequences: int, longest: int, threads: int) -> None:
         """Raises CheckpointError or ConfigError when the model or the variant cannot be run."""
+        quantised: dict[str, Any] = {} if variant.weights == "native" else {"weights": variant.weights}
         config = EngineConfig(
             dtype=variant.dtype if variant.weights == "native" else "float32",
             kv_dtype=variant.kv_dtype,
@@ -50,7 +52,7 @@ class Ours:
             max_context=longest,
             max_sequences=sequences,
             threads=threads,
-            **({} if variant.weights == "native" else {"weights": variant.weights}),
+            **quantised,
         )
         self.variant = variant
         self.engine = Engine(model, config)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from palimpsest.bench import decode, limits, prefill
+from palimpsest.bench.memory import resident
 from palimpsest.bench.ours import VARIANTS, Ours, tokens
 from palimpsest.cli import main
 
@@ -105,3 +106,16 @@ def test_prefill_never_finds_its_prompt_resident(tiny_model, monkeypatch):
     for seed in (1, 2, 3):
         ours.prefill(100, seed)
     assert cached == [0, 0, 0]
+
+
+@pytest.mark.slow  # two fresh interpreters with torch
+def test_resident_memory_is_that_of_a_process_of_its_own(tiny_model):
+    ballast = bytearray(400_000_000)
+    ballast[::4096] = bytes(len(ballast[::4096]))  # touched: a forked child would count it
+    found = resident(tiny_model, "float32", 100, 1)
+    # Vocabulary 512, hidden 48, MLP 96, 2 layers of 6 heads and 2 kv heads of 8; rotary tables of 116 rows.
+    layer = 48 * (48 + 16 + 16) + 48 + 16 + 16 + 48 * 48 + 3 * 48 * 96 + 2 * 48
+    assert found.weights == 4 * (512 * 48 + 2 * layer + 48 + 2 * 116 * 4)
+    assert found.kv == 4 * 128 * 2 * 2 * 2 * 8
+    assert 50e6 < found.bare < found.used < found.bare + 200e6
+    assert found.allowed_over_used == (found.bare + found.weights + found.kv + 200e6) / found.used
