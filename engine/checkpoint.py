@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .errors import CheckpointError
+from .json_fields import parse_object
 from .model_config import ModelConfig, parameter_shapes
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
@@ -81,8 +85,8 @@ def save(
     """Write a Hugging Face folder that `transformers` and `load` read back bit for bit, in the parameters' own dtype.
 
     tokenizer_folder: where the tokenizer's files, generation_config.json and the special ids of config.json come from.
-    The folder appears complete or not at all. Raises CheckpointError when it exists and is not empty, or when the
-    parameters are not those of `config`.
+    The folder appears complete or not at all. Raises CheckpointError when it exists and is not empty, when it cannot be
+    written, or when the parameters are not those of `config`.
     """
     shapes = parameter_shapes(config)
     for name in sorted(shapes.keys() ^ parameters.keys()):
@@ -98,7 +102,8 @@ def save(
             )
     origin = Path(tokenizer_folder)
     special = _special_ids(origin)
-    with new_folder(Path(folder)) as place:
+    size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    with new_folder(Path(folder), size) as place:
         write_json(place / "config.json", config.to_hf() | special | {"torch_dtype": str(dtype).removeprefix("torch.")})
         write_tensors(place, shapes, dtype, parameters.__getitem__)
         for name in COPIED:
@@ -109,25 +114,42 @@ def save(
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when the block ends well and vanishes when it does not.
+def new_folder(target: Path, size: int) -> Iterator[Path]:
+    """A folder to fill with some `size` bytes, which becomes `target` when the block ends well, else vanishes.
 
-    Its content is on disk before it gets its name. Raises CheckpointError when `target` exists and is not empty.
+    Its content is on disk before it gets its name. Of several that are filled at once the first to end gets the name.
+    Raises CheckpointError when `target` exists and is not empty, and when it cannot be written or the disk is too full.
     """
     _require_free(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    place = target.parent / f".{target.name}.{os.getpid()}.partial"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
+    with contextlib.ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(target.parent).free
+            if free < size:
+                raise OSError(f"only {free} bytes are free")
+            # The outer folder is for us alone, the inner one has the access rights that a folder here usually has.
+            outer = tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+            stack.callback(shutil.rmtree, outer, ignore_errors=True)
+            place = Path(outer, target.name)
+            place.mkdir()
+            yield place
+            for file in (*place.iterdir(), place):
+                _flush(file)
+            _require_free(target)
+            _rename(place, target)
+            _flush(target.parent)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{target} cannot be written ({error}); it takes some {size} bytes: make room, or choose another place"
+            ) from error
+
+
+def _rename(place: Path, target: Path) -> None:
     try:
-        yield place
-        for file in (*place.iterdir(), place):
-            _flush(file)
-        _require_free(target)
         place.rename(target)
-        _flush(target.parent)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    except OSError:
+        _require_free(target)  # somebody else was faster
+        raise
 
 
 def _require_free(target: Path) -> None:
@@ -146,14 +168,12 @@ def _flush(path: Path) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError when it is absent or damaged."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is absent; give a Hugging Face model folder or a .gguf file") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}); copy or download it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}; copy or download it again")
-    return values
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
+    return parse_object(content, str(file), "copy or download it again")
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

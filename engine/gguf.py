@@ -5,24 +5,30 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import math
 import os
 import re
-import shutil
+import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
+from gguf import GGMLQuantizationType, ReaderTensor, dequantize
 from torch import Tensor
 
-from .checkpoint import new_folder, read_json, write_json
+from .checkpoint import new_folder, write_json
 from .errors import CheckpointError
+from .gguf_file import read_gguf
 from .gguf_tokenizer import tokenizer_files
-from .model_config import ModelConfig, parameter_shapes
+from .json_fields import Fields
+from .model_config import LARGEST_SIZE, ModelConfig, parameter_shapes
+from .rope_scaling import LARGEST_WINDOW, ORIGINAL
 from .tensor_files import write_tensors
 
 __all__ = ["converted_folder"]
@@ -50,15 +56,17 @@ INNER = {
     "mlp.down_proj": "ffn_down",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
 
 
 def converted_folder(file: Path) -> Path:
     """The Hugging Face folder of a GGUF file, with float32 parameters; made at the first call, found at later ones.
 
     It is FILE.gguf.converted beside the file or, where that cannot be written, in $XDG_CACHE_HOME/palimpsest
-    (~/.cache/palimpsest). It is made again when the file's size or time of change differ.
-    Raises CheckpointError, naming the key, tensor or type, for a file that is damaged or not supported.
+    (~/.cache/palimpsest). It is made again when the file's size or time of change differ. It takes 4 bytes for each
+    parameter and stays there: 28 GB for a model of 7 billion; a UserWarning says so when it is made.
+    Raises CheckpointError, naming the key, tensor or type, for a file that is damaged or not supported, and when the
+    folder cannot be written.
     """
     status = file.stat()
     stamp = {"converter": CONVERTER, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -69,21 +77,38 @@ def converted_folder(file: Path) -> Path:
         place = _cache_folder(file)
         if _is_current(place, stamp):
             return place
-    reader = _open(file)
-    if (place / STAMP).is_file():
-        shutil.rmtree(place)  # our own, of an older file or converter
+    model = _Model(file)
+    _remove_old(place, stamp)
     try:
-        with new_folder(place) as folder:
-            _convert(reader, folder)
+        with new_folder(place, model.size) as folder:
+            warnings.warn(
+                f"{file.name} is converted once; the copy {place} takes {model.size / 1e9:.1f} GB, and is yours to "
+                "remove",
+                stacklevel=2,
+            )
+            model.write(folder)
             write_json(folder / STAMP, stamp)
     except CheckpointError:
-        if not _is_current(place, stamp):  # another process may have been faster
+        if not _is_current(place, stamp):  # another thread or process may have been faster
             raise
     return place
 
 
 def _is_current(place: Path, stamp: Mapping[str, int]) -> bool:
-    return (place / STAMP).is_file() and read_json(place / STAMP) == stamp
+    try:
+        return bool(json.loads((place / STAMP).read_bytes()) == stamp)
+    except (OSError, ValueError):
+        return False
+
+
+def _remove_old(place: Path, stamp: Mapping[str, int]) -> None:
+    """Remove our own folder of an older file or converter: renamed first, so that nobody meets half of it."""
+    if not (place / STAMP).is_file():
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".old", dir=place.parent) as old:
+        if not _is_current(place, stamp):  # another thread or process may have made it meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                place.rename(Path(old, place.name))
 
 
 def _cache_folder(file: Path) -> Path:
@@ -92,27 +117,30 @@ def _cache_folder(file: Path) -> Path:
     return root / "palimpsest" / f"{file.name}-{key}.converted"
 
 
-def _open(file: Path) -> GGUFReader:
-    try:
-        return GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise CheckpointError(f"{file} is truncated or no GGUF file ({error}); copy or download it again") from error
+class _Model:
+    """A GGUF file, read and checked. size: bytes of its float32 parameters."""
 
+    def __init__(self, file: Path) -> None:
+        metadata, self._tensors = read_gguf(file)
+        fields = Fields(metadata, f"the metadata of {file}", "use another file of this model")
+        self._config = _config(fields, self._tensors)
+        self._shapes = parameter_shapes(self._config)
+        self._names = {name: _gguf_name(name) for name in self._shapes}
+        _check(self._tensors, self._names, self._shapes)
+        self._tokenizer = tokenizer_files(fields)
+        self.size = 4 * sum(math.prod(shape) for shape in self._shapes.values())
 
-def _convert(reader: GGUFReader, folder: Path) -> None:
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(metadata, tensors)
-    shapes = parameter_shapes(config)
-    names = {name: _gguf_name(name) for name in shapes}
-    _check(tensors, names, shapes)
-    definition, settings, generation = tokenizer_files(metadata)
-    special = {key: generation[key] for key in ("eos_token_id",) if key in generation}
-    write_json(folder / "config.json", config.to_hf() | special | {"torch_dtype": "float32"})
-    (folder / "tokenizer.json").write_text(definition, encoding="utf-8")
-    write_json(folder / "tokenizer_config.json", settings)
-    write_json(folder / "generation_config.json", generation)
-    write_tensors(folder, shapes, torch.float32, lambda name: _parameter(name, tensors[names[name]], config))
+    def write(self, folder: Path) -> None:
+        """Write the files of a Hugging Face folder."""
+        definition, settings, generation = self._tokenizer
+        write_json(folder / "config.json", self._config.to_hf() | generation | {"torch_dtype": "float32"})
+        (folder / "tokenizer.json").write_text(definition, encoding="utf-8")
+        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / "generation_config.json", generation)
+        write_tensors(folder, self._shapes, torch.float32, self._parameter)
+
+    def _parameter(self, name: str) -> Tensor:
+        return _values(name, self._tensors[self._names[name]], self._config)
 
 
 def _gguf_name(name: str) -> str:
@@ -122,47 +150,47 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer[1]}.{INNER[layer[2]]}.{ending}" if layer else f"{OUTER[stem]}.{ending}"
 
 
-def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> ModelConfig:
-    kind = metadata.get("general.architecture")
+def _config(given: Fields, tensors: Mapping[str, ReaderTensor]) -> ModelConfig:
+    kind = given.text("general.architecture")
     if kind not in ARCHITECTURES:
         raise CheckpointError(f"GGUF architecture {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    if metadata.get("split.count", 1) > 1:
+    if given.integer("split.count", 1) > 1:
         raise CheckpointError(
             "a GGUF model split over several files is not supported; merge it with llama-gguf-split --merge"
         )
 
-    def read(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{kind}.{key}", default)
-        if value is None:
-            raise CheckpointError(f"the GGUF file has no {kind}.{key!s}; use another file of this model")
-        return value
+    def size(key: str, default: int | None = None) -> int:
+        return given.integer(f"{kind}.{key}", default, low=1, high=LARGEST_SIZE)
 
-    if read("expert_count", 0):
-        raise CheckpointError(f"{kind}.expert_count={read('expert_count')}: mixture of experts is not supported")
-    heads, hidden = read("attention.head_count"), read("embedding_length")
-    head_dim = read("attention.key_length", hidden // heads)
+    experts = given.integer(f"{kind}.expert_count", 0)
+    if experts:
+        raise CheckpointError(f"{kind}.expert_count={experts}: mixture of experts is not supported; use a dense model")
+    heads, hidden = size("attention.head_count"), size("embedding_length")
+    head_dim = size("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if read(key, head_dim) != head_dim:
+        if size(key, head_dim) != head_dim:
             raise CheckpointError(
-                f"{kind}.{key}={read(key)} differs from the head size {head_dim}; this is not supported"
+                f"{kind}.{key}={size(key)} differs from the head size {head_dim}; this is not supported"
             )
+    embedding = tensors.get("token_embd.weight")
+    theta = _shortest(given.number(f"{kind}.rope.freq_base", 10000.0, low=1.0, high=1e15, open_low=True))
     values = {
         "model_type": kind,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 1,
+        "vocab_size": 1 if embedding is None else int(embedding.shape[-1]),
         "hidden_size": hidden,
-        "intermediate_size": read("feed_forward_length"),
-        "num_hidden_layers": read("block_count"),
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": read("attention.head_count_kv", heads),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _shortest(read("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(read("rope.freq_base", 10000.0)),
-        "max_position_embeddings": read("context_length"),
+        "rms_norm_eps": _shortest(given.number(f"{kind}.attention.layer_norm_rms_epsilon", low=0.0, high=1.0)),
+        "rope_theta": theta,
+        "max_position_embeddings": size("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
     }
-    scaling = _rope_scaling(metadata, str(kind)) or _llama3_scaling(tensors, values["rope_theta"], head_dim)
+    scaling = _rope_scaling(given, kind) or _llama3_scaling(tensors, theta, head_dim)
     return ModelConfig.from_hf(values | {"rope_scaling": scaling})
 
 
@@ -171,21 +199,21 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(metadata: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
+def _rope_scaling(given: Fields, kind: str) -> dict[str, Any] | None:
     prefix = f"{kind}.rope.scaling."
-    given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    scaling = given.pop("type", "none")
-    given.pop("finetuned", None)
+    scaling = given.text(f"{prefix}type", "none")
     if scaling == "none":
         return None
-    names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-    for key in given:
-        if key not in names:
-            raise CheckpointError(f"GGUF key {prefix}{key} is not supported; known are type, {', '.join(names)}")
-    if scaling == "linear":
-        given.pop("original_context_length", None)
-    numbers = {names[key]: _shortest(value) if key == "factor" else value for key, value in given.items()}
-    return {"rope_type": scaling, **numbers}
+    known = ("type", "finetuned", "factor", "original_context_length")
+    for key in given.values:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in known:
+            raise CheckpointError(f"GGUF key {key} is not supported; known are {', '.join(known)}: use another file")
+    values: dict[str, Any] = {"rope_type": scaling}
+    if f"{prefix}factor" in given.values:
+        values["factor"] = _shortest(given.number(f"{prefix}factor", low=1.0, high=LARGEST_WINDOW))
+    if scaling != "linear" and f"{prefix}original_context_length" in given.values:
+        values[ORIGINAL] = given.integer(f"{prefix}original_context_length", low=1, high=LARGEST_WINDOW)
+    return values
 
 
 def _llama3_scaling(tensors: Mapping[str, ReaderTensor], theta: float, head_dim: int) -> dict[str, Any] | None:
@@ -196,15 +224,16 @@ def _llama3_scaling(tensors: Mapping[str, ReaderTensor], theta: float, head_dim:
     if ROPE_FACTORS not in tensors:
         return None
     stored = np.asarray(tensors[ROPE_FACTORS].data, dtype=np.float64)
-    factor = round(float(stored.max()), 3)  # float32 divisions left 8.000001
-    low, high, original = LLAMA3.values()
-    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    if stored.shape != smooth.shape or not np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
-        raise CheckpointError(
-            f"GGUF tensor {ROPE_FACTORS} is not Llama 3's rope scaling; use the Hugging Face folder instead"
-        )
-    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    if stored.shape == (head_dim // 2,) and np.isfinite(stored).all():
+        factor = round(float(stored.max()), 3)  # float32 divisions left 8.000001
+        low, high, original = LLAMA3.values()
+        wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+        if factor >= 1.0 and np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+            return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    raise CheckpointError(
+        f"GGUF tensor {ROPE_FACTORS} is not Llama 3's rope scaling; use the Hugging Face folder instead"
+    )
 
 
 def _check(
@@ -226,7 +255,7 @@ def _check(
             raise CheckpointError(f"GGUF tensor {name!r} has shape {shape}, the metadata asks for {shapes[ours]}")
 
 
-def _parameter(name: str, tensor: ReaderTensor, config: ModelConfig) -> Tensor:
+def _values(name: str, tensor: ReaderTensor, config: ModelConfig) -> Tensor:
     """The float32 values of a tensor, in Hugging Face order of rows."""
     kind = GGMLQuantizationType(tensor.tensor_type)
     values = torch.from_numpy(np.array(dequantize(tensor.data, kind), dtype=np.float32))

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import CheckpointError
+from .json_fields import Fields
 from .tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 
 __all__ = ["tokenizer_files"]
@@ -18,52 +19,64 @@ ENDS = ("eos", "eot", "eom")  # end of sequence, of turn, of message: each ends 
 KINDS = ("gpt-2", "smollm", "qwen2", "llama-bpe")
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def tokenizer_files(metadata: Fields) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Contents of tokenizer.json, tokenizer_config.json and generation_config.json from metadata ("tokenizer.*").
 
-    Raises CheckpointError for a model other than byte-level BPE ("gpt2") and for an unknown pre-tokenizer.
+    Raises CheckpointError for a model other than byte-level BPE ("gpt2"), for an unknown pre-tokenizer and for tokens,
+    merges and ids that do not fit together.
     """
-    model, kind = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    model, kind = metadata.text("tokenizer.ggml.model", ""), metadata.text("tokenizer.ggml.pre", "")
     if model != "gpt2" or kind not in KINDS:
         raise CheckpointError(
             f"the GGUF file's tokenizer (model {model!r}, pre-tokenizer {kind!r}) is not supported; supported are "
             f"byte-level BPE (model 'gpt2') with {', '.join(KINDS)}: use the Hugging Face folder of this model"
         )
-    tokens, types = _required(metadata, "tokens"), _required(metadata, "token_type")
-    vocabulary = {
-        token: number for number, (token, sort) in enumerate(zip(tokens, types, strict=True)) if sort != UNUSED
-    }
-    merges = [tuple(merge.split(" ")) for merge in _required(metadata, "merges")]
-    # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
-    tokenizer.normalizer = normalizers.NFC() if kind == "qwen2" else None
-    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {name: tokens[number] for name, number in _special_ids(metadata).items()}
-    tokenizer.post_processor = _post_processor(metadata, kind, special.get("bos_token"), vocabulary)
-    definition = _with_added_tokens(tokenizer, tokens, types)
-    ends = dict.fromkeys(metadata[key] for key in (f"tokenizer.ggml.{end}_token_id" for end in ENDS) if key in metadata)
+    tokens, types = metadata.texts("tokenizer.ggml.tokens"), metadata.integers("tokenizer.ggml.token_type")
+    if len(types) != len(tokens):
+        raise metadata.failure(f"{metadata.place} has {len(tokens)} tokens, but {len(types)} types of tokens")
+    ids = {name: _token_id(metadata, word, len(tokens)) for name, word in SPECIAL.items()}
+    special = {name: tokens[number] for name, number in ids.items() if number is not None}
+    ends = dict.fromkeys(_token_id(metadata, word, len(tokens)) for word in ENDS)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # the one class that takes tokenizer.json as it is
         "clean_up_tokenization_spaces": False,
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": metadata.text("tokenizer.chat_template", "") or None,
         **special,
     }
-    return definition, settings, {"eos_token_id": list(ends)} if ends else {}
+    generation = {"eos_token_id": [number for number in ends if number is not None]}
+    definition = _definition(metadata, kind, tokens, types, special.get("bos_token"))
+    return definition, settings, generation if generation["eos_token_id"] else {}
 
 
-def _required(metadata: Mapping[str, Any], name: str) -> Any:
-    key = f"tokenizer.ggml.{name}"
-    if key not in metadata:
-        raise CheckpointError(
-            f"the GGUF file has no {key!r}; it holds no complete tokenizer: use another file of this model"
-        )
-    return metadata[key]
+def _token_id(metadata: Fields, word: str, count: int) -> int | None:
+    key = f"tokenizer.ggml.{word}_token_id"
+    return metadata.integer(key, high=count - 1) if key in metadata.values else None
 
 
-def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    keys = {name: f"tokenizer.ggml.{word}_token_id" for name, word in SPECIAL.items()}
-    return {name: metadata[key] for name, key in keys.items() if key in metadata}
+def _definition(metadata: Fields, kind: str, tokens: list[str], types: list[int], bos: str | None) -> str:
+    """The content of tokenizer.json."""
+    vocabulary = {
+        token: number for number, (token, sort) in enumerate(zip(tokens, types, strict=True)) if sort != UNUSED
+    }
+    merges = [_merge(text, metadata) for text in metadata.texts("tokenizer.ggml.merges")]
+    add_bos = metadata.flag("tokenizer.ggml.add_bos_token", kind == "llama-bpe")
+    try:
+        # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
+        tokenizer.normalizer = normalizers.NFC() if kind == "qwen2" else None
+        tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = _post_processor(bos if add_bos else None, vocabulary)
+        return _with_added_tokens(tokenizer, tokens, types)
+    except Exception as error:  # the library raises nothing narrower
+        raise metadata.failure(f"the tokenizer in {metadata.place} is damaged ({error!r})") from error
+
+
+def _merge(text: str, metadata: Fields) -> tuple[str, str]:
+    parts = text.split(" ")
+    if len(parts) != 2:
+        raise metadata.failure(f"the merge {text!r} in {metadata.place} must be two tokens and a space between them")
+    return parts[0], parts[1]
 
 
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
@@ -78,11 +91,9 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), after])
 
 
-def _post_processor(
-    metadata: Mapping[str, Any], kind: str, bos: str | None, vocabulary: Mapping[str, int]
-) -> processors.PostProcessor:
-    """Prepend the BOS where the file says so; Llama 3 does by default."""
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe"):
+def _post_processor(bos: str | None, vocabulary: Mapping[str, int]) -> processors.PostProcessor:
+    """Prepend the BOS, if there is one to prepend."""
+    if bos is not None:
         return processors.TemplateProcessing(f"{bos} $A", None, [(bos, vocabulary[bos])])
     return processors.ByteLevel(trim_offsets=False)
 

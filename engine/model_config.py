@@ -7,23 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
+from .json_fields import Fields
+from .rope_scaling import LARGEST_WINDOW, ORIGINAL, read_rope_scaling, widened_window
 
 __all__ = ["ModelConfig", "parameter_shapes"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DEFAULT_THETA = 10000.0  # what transformers takes when a configuration names no base
 QWEN3_HEAD_DIM = 128  # transformers' default for Qwen3; the other types derive it from hidden_size
-
-# Keys of a rope scaling, apart from rope_type: (required, optional).
-ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
+LARGEST_SIZE = 1 << 24  # no dense decoder has a dimension or a vocabulary near it
+MOST_LAYERS = 1024
+REMEDY = "correct it, or take the model from its publisher again"
 
 
 @dataclass(frozen=True)
@@ -56,19 +51,16 @@ class ModelConfig:
     qk_norm: bool
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CheckpointError(
-                    f"{SIZES[name]} must be a whole number of at least 1, got {value!r}; correct config.json"
-                )
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
                 f"({self.num_kv_heads}); correct config.json"
             )
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim must be even (rotary pairs), got {self.head_dim}; correct config.json")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise CheckpointError(
+                f"head_dim (hidden_size / num_attention_heads where it is not given) must be even and at least 2, "
+                f"for rotary pairs; got {self.head_dim}: correct config.json"
+            )
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -76,32 +68,37 @@ class ModelConfig:
 
         Raises CheckpointError, naming the key, for an architecture or an option that this library does not run.
         """
-        kind = _model_type(values)
-        _refuse_unsupported(values)
-        heads = _required(values, "num_attention_heads")
-        hidden = _required(values, "hidden_size")
-        window = _required(values, "max_position_embeddings")
-        theta, scaling = _rope(values, window)
+        given = Fields(values, "config.json", REMEDY)
+        kind = _model_type(given)
+        _refuse_unsupported(given)
+
+        def size(key: str, default: int | None = None, high: int = LARGEST_SIZE) -> int:
+            return given.integer(key, default, low=1, high=high)
+
+        heads, hidden = size("num_attention_heads"), size("hidden_size")
+        window = size("max_position_embeddings", high=LARGEST_WINDOW)
+        theta, rope = _rope(given)
+        scaling = read_rope_scaling(rope, window)
         if scaling is not None and scaling["rope_type"] == "yarn":
-            window = max(window, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
-        bias = kind != "qwen2" and bool(values.get("attention_bias", False))
+            window = widened_window(scaling, window, rope)
+        bias = kind != "qwen2" and given.flag("attention_bias", False)
         return cls(
             model_type=kind,
-            vocab_size=_required(values, "vocab_size"),
+            vocab_size=size("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_required(values, "intermediate_size"),
-            num_layers=_required(values, "num_hidden_layers"),
+            intermediate_size=size("intermediate_size"),
+            num_layers=size("num_hidden_layers", high=MOST_LAYERS),
             num_heads=heads,
-            num_kv_heads=_or_default(values, "num_key_value_heads", heads),
-            head_dim=_or_default(values, "head_dim", QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
-            rms_norm_eps=float(_or_default(values, "rms_norm_eps", 1e-6)),
+            num_kv_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
+            rms_norm_eps=float(given.number("rms_norm_eps", 1e-6, low=0.0, high=1.0)),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position=window,
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            tie_embeddings=given.flag("tie_word_embeddings", False),
             qkv_bias=bias or kind == "qwen2",
             output_bias=bias,
-            mlp_bias=kind == "llama" and bool(values.get("mlp_bias", False)),
+            mlp_bias=kind == "llama" and given.flag("mlp_bias", False),
             qk_norm=kind == "qwen3",
         )
 
@@ -138,32 +135,20 @@ class ModelConfig:
         "yarn" and "linear" widen the window by their factor; "default" gives the unscaled window back.
 
         A missing original_max_position_embeddings is the model's unscaled window.
-        Raises CheckpointError for a rope_type or key that is not known.
+        Raises ConfigError for a rope_type or key that is not known, and for values that make no sense.
         """
+        given = Fields(scaling, "EngineConfig.rope_scaling", "correct it", ConfigError)
         original = self.max_position
         if self.rope_scaling is not None:
-            original = self.rope_scaling.get("original_max_position_embeddings", original)
-        known = _scaling(scaling, original)
+            original = self.rope_scaling.get(ORIGINAL, original)
+        known = read_rope_scaling(given, original)
         if known is None:
             window = original
         elif known["rope_type"] == "llama3":
             window = self.max_position
         else:
-            window = max(original, int(known["factor"] * known.get("original_max_position_embeddings", original)))
+            window = widened_window(known, original, given)
         return dataclasses.replace(self, rope_scaling=known, max_position=window)
-
-
-# Fields that count something, with their names in config.json.
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_position": "max_position_embeddings",
-}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -200,90 +185,53 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _required(values: Mapping[str, Any], key: str) -> Any:
-    if values.get(key) is None:
-        raise CheckpointError(f"config.json has no {key!r}; add it, or take the folder from its publisher again")
-    return values[key]
-
-
-def _or_default(values: Mapping[str, Any], key: str, default: Any) -> Any:
-    return default if values.get(key) is None else values[key]
-
-
-def _model_type(values: Mapping[str, Any]) -> str:
-    kind = _required(values, "model_type")
+def _model_type(given: Fields) -> str:
+    kind = given.text("model_type")
     if kind not in ARCHITECTURES:
-        why = "mixture of experts is not supported" if "moe" in str(kind) else "it is not supported"
+        why = "mixture of experts is not supported" if "moe" in kind else "it is not supported"
         raise CheckpointError(f"model_type {kind!r}: {why}; supported are {', '.join(ARCHITECTURES)} (dense decoders)")
-    names = values.get("architectures") or [ARCHITECTURES[kind]]
+    names = given.texts("architectures", [ARCHITECTURES[kind]])
     if names != [ARCHITECTURES[kind]]:
         raise CheckpointError(
             f"architectures {names!r} in config.json is not supported for model_type {kind!r}; "
             f"it must be [{ARCHITECTURES[kind]!r}]"
         )
-    return str(kind)
+    return kind
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+def _refuse_unsupported(given: Fields) -> None:
     for key in ("num_experts", "num_local_experts"):
-        if values.get(key):
-            raise CheckpointError(f"{key}={values[key]!r}: mixture of experts is not supported; use a dense model")
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
+        if given.integer(key, 0):
+            raise CheckpointError(f"{key}={given.values[key]}: mixture of experts is not supported; use a dense model")
+    if given.part("quantization_config").values:
+        method = given.part("quantization_config").text("quant_method", "unknown")
         raise CheckpointError(
             f"quantization_config (quant_method {method!r}) is not supported; "
             "use the unquantised model or a GGUF file of it"
         )
-    activation = values.get("hidden_act", "silu")
+    activation = given.text("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"hidden_act {activation!r} is not supported; it must be 'silu'")
-    layers = [kind for kind in values.get("layer_types") or [] if kind != "full_attention"]
-    if values.get("use_sliding_window") or layers:
+    sliding = given.flag("use_sliding_window", False)
+    layers = [kind for kind in given.texts("layer_types", []) if kind != "full_attention"]
+    if sliding or layers:
         raise CheckpointError(
-            f"sliding-window attention is not supported (use_sliding_window={values.get('use_sliding_window')!r}, "
+            f"sliding-window attention is not supported (use_sliding_window={sliding}, "
             f"layer_types with {sorted(set(layers))}); use a model with full attention only"
         )
 
 
-def _rope(values: Mapping[str, Any], window: int) -> tuple[float, dict[str, Any] | None]:
+def _rope(given: Fields) -> tuple[float, Fields]:
     """The base and the scaling, from either form: transformers 5 keeps both in rope_parameters."""
-    parameters = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    inner = parameters.pop("rope_theta", None)
-    theta = inner if inner is not None else _or_default(values, "rope_theta", DEFAULT_THETA)
-    partial = parameters.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise CheckpointError(f"partial_rotary_factor {partial!r} is not supported; it must be 1.0")
-    return float(theta), _scaling(parameters, window)
-
-
-def _scaling(scaling: Mapping[str, Any], window: int) -> dict[str, Any] | None:
-    """Check a rope scaling and complete it; None for the plain rotary embedding."""
-    given = {key: value for key, value in scaling.items() if value is not None}
-    old_name = given.pop("type", None)
-    kind = given.pop("rope_type", old_name)
-    if kind in (None, "default") and not given:
-        return None
-    if kind not in ROPE_KEYS:
-        raise CheckpointError(
-            f"rope_type {kind!r} is not supported (rope scaling {dict(scaling)!r}); "
-            f"it must be default, {', '.join(ROPE_KEYS)}, 'default' without further keys"
-        )
-    required, optional = ROPE_KEYS[kind]
-    if "original_max_position_embeddings" in required:
-        given.setdefault("original_max_position_embeddings", window)
-    for key in required:
-        if key not in given:
-            raise CheckpointError(
-                f"rope scaling {dict(scaling)!r} lacks {key!r}, which rope_type {kind!r} needs; add it"
-            )
-    for key, value in given.items():
-        if key not in (*required, *optional):
-            raise CheckpointError(
-                f"rope scaling has the key {key!r}, unknown for rope_type {kind!r}; "
-                f"known: {', '.join((*required, *optional))}"
-            )
-        if not isinstance(value, (int, float)):
-            raise CheckpointError(f"rope scaling {key!r} must be a number, got {value!r}; correct it")
-    if given["factor"] <= 0:
-        raise CheckpointError(f"rope scaling 'factor' must be above 0, got {given['factor']!r}; correct it")
-    return {"rope_type": kind, **given}
+    rope = given.part("rope_parameters")
+    if not rope.values:
+        rope = given.part("rope_scaling")
+    holder = rope if "rope_theta" in rope.values else given
+    theta = holder.number("rope_theta", DEFAULT_THETA, low=1.0, high=1e15, open_low=True)
+    for fields in (given, rope):
+        partial = fields.number("partial_rotary_factor", 1.0, low=0.0, high=1.0)
+        if partial != 1.0:
+            raise CheckpointError(f"partial_rotary_factor {partial!r} is not supported; it must be 1.0")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        rope.values.pop(key, None)
+    return float(theta), rope

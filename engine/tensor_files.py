@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import CheckpointError
+from .json_fields import Fields, parse_object
 
 __all__ = ["StoredTensor", "find_tensors", "write_tensors"]
 
@@ -49,14 +49,16 @@ class StoredTensor:
                 f"tensor {self.name!r} in {self.file} has element type {self.kind}; supported are {', '.join(DTYPES)}: "
                 "use the unquantised model"
             )
+        needed = math.prod(self.shape) * DTYPES[self.kind].itemsize
+        if needed != self.length:
+            raise CheckpointError(f"tensor {self.name!r} in {self.file} has {self.length} bytes, not {needed}; {AGAIN}")
         tensor = torch.empty(self.shape, dtype=DTYPES[self.kind])
-        if tensor.nbytes != self.length:
-            raise CheckpointError(
-                f"tensor {self.name!r} in {self.file} has {self.length} bytes, not {tensor.nbytes}; {AGAIN}"
-            )
-        with self.file.open("rb") as stream:
-            stream.seek(self.offset)
-            read = stream.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
+        try:
+            with self.file.open("rb") as stream:
+                stream.seek(self.offset)
+                read = stream.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise CheckpointError(f"tensor {self.name!r} in {self.file} cannot be read ({error}); {AGAIN}") from error
         if read != self.length:
             raise CheckpointError(f"{self.file} is truncated inside tensor {self.name!r}; {AGAIN}")
         return tensor.to(dtype)
@@ -71,20 +73,29 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
         return _read_header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(_nothing_found(folder))
-    try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX} is damaged ({error!r}); {AGAIN}") from error
+    index = Fields(parse_object(_content(folder / INDEX), str(folder / INDEX), AGAIN), str(folder / INDEX), AGAIN)
+    weights = index.part("weight_map")
+    places = {name: weights.text(name) for name in weights.values}
+    present = {file.name for file in folder.iterdir() if file.is_file()}
     tensors: dict[str, StoredTensor] = {}
-    for name in files:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"shard {name} of {folder / INDEX} is absent; download it")
-        tensors |= _read_header(folder / name)
-    for name, file in places.items():
-        if name not in tensors or tensors[name].file.name != Path(file).name:
-            raise CheckpointError(f"tensor {name!r} is not in {folder / file}, where {INDEX} puts it; {AGAIN}")
+    for shard in sorted(set(places.values())):
+        if shard not in present:
+            raise CheckpointError(f"shard {shard!r} of {folder / INDEX} is absent; download it")
+        tensors |= _read_header(folder / shard)
+    for name, shard in places.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(f"tensor {name!r} is not in {folder / shard}, where {INDEX} puts it; {AGAIN}")
     return tensors
+
+
+def _content(file: Path, size: int = -1, start: int = 0) -> bytes:
+    """At most `size` bytes of a file from `start`; all by default."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(start)
+            return stream.read(size)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); {AGAIN}") from error
 
 
 def _nothing_found(folder: Path) -> str:
@@ -98,29 +109,38 @@ def _nothing_found(folder: Path) -> str:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, which must lie one after the other and fill it, as the format asks."""
     size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is truncated or no safetensors file ({size} bytes); {AGAIN}")
-        header = stream.read(length)
-    try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        tensors = {name: _stored(name, file, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the header of {file} is damaged ({error!r}); {AGAIN}") from error
-    for tensor in tensors.values():
+    length = int.from_bytes(_content(file, 8), "little")
+    if size < 8 or length > size - 8:
+        raise CheckpointError(f"{file} is truncated or no safetensors file ({size} bytes); {AGAIN}")
+    entries = parse_object(_content(file, length, 8), f"the header of {file}", AGAIN)
+    entries.pop("__metadata__", None)
+    tensors = {name: _stored(name, file, entry, 8 + length) for name, entry in entries.items()}
+    end = 8 + length
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.length)):
         if tensor.offset + tensor.length > size:
             raise CheckpointError(
                 f"{file} is truncated: tensor {tensor.name!r} ends after the file's {size} bytes; {AGAIN}"
             )
+        if tensor.offset != end:
+            raise CheckpointError(
+                f"{file} is damaged: tensor {tensor.name!r} starts at byte {tensor.offset}, not at {end}, where the "
+                f"one before it ends; {AGAIN}"
+            )
+        end += tensor.length
+    if end != size:
+        raise CheckpointError(f"{file} is damaged: its tensors end at byte {end} of {size}; {AGAIN}")
     return tensors
 
 
-def _stored(name: str, file: Path, entry: Mapping[str, Any], start: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    return StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+def _stored(name: str, file: Path, entry: object, start: int) -> StoredTensor:
+    fields = Fields(entry, f"the header of {file} for tensor {name!r}", AGAIN)
+    offsets = fields.integers("data_offsets")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fields.failure(f"'data_offsets' in {fields.place} must be a begin and an end, got {offsets[:3]!r}")
+    begin, end = offsets
+    return StoredTensor(name, file, fields.text("dtype"), tuple(fields.integers("shape")), start + begin, end - begin)
 
 
 def write_tensors(

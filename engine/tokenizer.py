@@ -14,9 +14,12 @@ import tokenizers
 
 from .checkpoint import read_json
 from .errors import CheckpointError, RequestError
+from .json_fields import Fields
+from .tokenizer_definition import without_added_tokens, without_prefix
 
 __all__ = ["LLAMA3_PATTERN", "QWEN2_PATTERN", "Tokenizer"]
 
+AGAIN = "take it from its publisher again"
 BLOCK = 1 << 16  # characters that encode_pieces gathers before it looks for a place to cut
 
 # The splits of Qwen 2 to 3 and of Llama 3. In no alternative does anything but a letter follow a letter, nor anything
@@ -32,23 +35,29 @@ class Tokenizer:
     """The tokenizer of a Hugging Face folder. Ids are int32 arrays; nothing is ever truncated or padded."""
 
     def __init__(
-        self, definition: str, settings: Mapping[str, Any], chat_template: str | None, eos_ids: tuple[int, ...]
+        self, definition: str, special: Mapping[str, str], chat_template: str | None, eos_ids: tuple[int, ...]
     ):
-        """definition: content of tokenizer.json. settings: of tokenizer_config.json. Users call `load`."""
+        """definition: content of tokenizer.json. special: bos_token, eos_token and so on. Users call `load`."""
         self.eos_ids = eos_ids
         self._definition = definition
-        self._settings = settings
+        self._special = special
         self._chat_template = chat_template
-        self._full = _build(definition)
-        parts = json.loads(definition)
-        self._plain = _build(json.dumps(_without_added_tokens(parts), ensure_ascii=False))
-        self._words_end_pieces = _words_end_pieces(parts)
+        self._whole = _build(definition)
+        try:
+            parts = without_prefix(json.loads(self._whole.to_str()))  # the library's own spelling: every key is there
+            self._pieces = _build(json.dumps(parts, ensure_ascii=False))
+            self._plain = _build(json.dumps(without_added_tokens(parts), ensure_ascii=False))
+            self._words_end_pieces = _words_end_pieces(parts)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"tokenizer.json is damaged ({error!r}); {AGAIN}") from error
+        _refuse_prefix(self._plain)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read tokenizer.json and the files beside it.
 
-        Raises CheckpointError when a file is absent or damaged, or when the model is neither BPE nor word-level.
+        Raises CheckpointError when a file is absent or damaged, when the model is neither BPE nor word-level, and when
+        pieces of a text cannot be encoded apart.
         """
         place = Path(folder)
         file = place / "tokenizer.json"
@@ -57,18 +66,30 @@ class Tokenizer:
                 f"{file} is absent; write it once with "
                 f"transformers.AutoTokenizer.from_pretrained({str(place)!r}).save_pretrained({str(place)!r})"
             )
-        kind = (read_json(file).get("model") or {}).get("type")
+        kind = Fields(read_json(file), str(file), AGAIN).part("model").text("type", "unknown")
         if kind not in ("BPE", "WordLevel"):
             raise CheckpointError(f"{file} has a model of type {kind!r}; supported are BPE and WordLevel")
-        settings = _optional_json(place / "tokenizer_config.json")
-        tokenizer = cls(file.read_text(encoding="utf-8"), settings, _chat_template(place, settings), ())
-        tokenizer.eos_ids = _eos_ids(place, settings, tokenizer)
+        settings = _optional(place / "tokenizer_config.json")
+        special = _special_tokens(settings)
+        tokenizer = cls(file.read_text(encoding="utf-8"), special, _chat_template(place, settings), ())
+        tokenizer.eos_ids = _eos_ids(place, special, tokenizer)
         return tokenizer
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Tokens of the tokenizer, the added ones included; a model's embedding may have more rows."""
-        return int(self._full.get_vocab_size(with_added_tokens=True))
+    def check_ids(self, vocabulary: int) -> None:
+        """Raises CheckpointError unless every id, those that end a response included, is below `vocabulary`, the number
+        of rows of the model's embedding."""
+        for end in self.eos_ids:
+            if end >= vocabulary:
+                raise CheckpointError(
+                    f"eos_token_id {end} is outside the model's vocabulary of {vocabulary}; correct "
+                    "generation_config.json or config.json"
+                )
+        token, number = max(self._whole.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        if number >= vocabulary:
+            raise CheckpointError(
+                f"the tokenizer's token {token!r} has id {number}, outside the model's vocabulary of {vocabulary}; "
+                "check that tokenizer.json and weights belong together, or take the token out of tokenizer.json"
+            )
 
     def encode(self, text: str) -> array[int]:
         """Plain text -> ids. Text that spells a special token becomes ordinary tokens; nothing is added.
@@ -94,15 +115,18 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> array[int]:
         """A whole prompt -> ids as `tokenizer(text)` of transformers: special tokens recognised, BOS if it adds one."""
-        return _ids(self._full, text, add_special=True)
+        return _ids(self._whole, text, add_special=True)
 
     def encode_template(self, text: str) -> array[int]:
         """A piece of a rendered chat template -> ids: special tokens recognised, nothing added."""
-        return _ids(self._full, text, add_special=False)
+        return _ids(self._pieces, text, add_special=False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Ids -> text, without clean-up of spaces. Bytes that are no UTF-8 become U+FFFD; unknown ids are left out."""
-        return str(self._full.decode(list(ids), skip_special_tokens=skip_special))
+        """Ids -> text, without clean-up of spaces. Bytes that are no UTF-8 become U+FFFD; unknown ids are left out.
+
+        skip_special: leave special tokens out; False shows a prompt as the model reads it.
+        """
+        return str(self._whole.decode(list(ids), skip_special_tokens=skip_special))
 
     def chat(self, messages: list[dict[str, str]]) -> str:
         """Render messages ({"role", "content"}) with the model's chat template and its generation prompt.
@@ -113,22 +137,21 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template; put a chat_template.jinja in its folder or use a chat model"
             )
-        import jinja2
         from transformers.utils.chat_template_utils import (
             render_jinja_template,
         )  # slow to import, and only chats need it
 
         arguments: dict[str, Any] = {"chat_template": self._chat_template, "add_generation_prompt": True}
-        arguments |= _special_tokens(self._settings)
+        arguments |= self._special
         try:
             rendered = render_jinja_template([messages], **arguments)[0][0]
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program of its publisher's and may raise anything
             raise RequestError(f"the chat template refused the messages ({error}); change them as it says") from error
         return str(rendered)
 
     def id_of(self, token: str) -> int | None:
         """The id of one token, spelled as in the vocabulary; None when there is none."""
-        number = self._full.token_to_id(token)
+        number = self._whole.token_to_id(token)
         return None if number is None else int(number)
 
     def fingerprint(self) -> str:
@@ -140,9 +163,7 @@ def _build(definition: str) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(
-            f"tokenizer.json is damaged or too new ({error}); take it from its publisher again"
-        ) from error
+        raise CheckpointError(f"tokenizer.json is damaged or too new ({error}); {AGAIN}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -154,25 +175,22 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special: bool) -> ar
     except TypeError as error:  # what the library says of a lone surrogate, too
         message = f"the text must be a str of valid Unicode, got {text[:40]!r}...; decode files with errors='replace'"
         raise RequestError(message) from error
+    except Exception as error:  # of a text that the vocabulary cannot express; the library raises nothing narrower
+        raise RequestError(f"the tokenizer cannot encode {text[:40]!r}... ({error}); use another model") from error
 
 
-def _without_added_tokens(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tokenizer.json with no added token, neither in its list nor in the model's vocabulary.
-
-    The vocabulary matters: a word-level model, or a BPE that takes whole words first (ignore_merges), finds them there.
-    """
-    model = dict(definition["model"])
-    removed = {token["content"] for token in definition.get("added_tokens") or []} - {model.get("unk_token")}
-    model["vocab"] = {token: number for token, number in model["vocab"].items() if token not in removed}
-    if model["type"] == "BPE":
-        model["merges"] = [merge for merge in model["merges"] if removed.isdisjoint(_tokens_of(merge))]
-    return {**definition, "added_tokens": [], "post_processor": None, "model": model}
-
-
-def _tokens_of(merge: str | list[str]) -> tuple[str, ...]:
-    """The two parts of a merge, in either of its spellings, and their product."""
-    parts = merge.split(" ") if isinstance(merge, str) else merge
-    return *parts, "".join(parts)
+def _refuse_prefix(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises CheckpointError for a tokenizer that adds something to a text in a way that we do not know."""
+    text = "x"
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is not None:
+        text = "".join(piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+    if text.lower() != "x":
+        raise CheckpointError(
+            f"tokenizer.json turns the text 'x' into {text!r}: pieces of a prompt cannot be encoded apart; take the "
+            "step that adds something out of its normalizer or pre_tokenizer, or use another model"
+        )
 
 
 def _words_end_pieces(definition: Mapping[str, Any]) -> bool:
@@ -234,33 +252,47 @@ def _is_certain(left: str, right: str) -> bool:
     )
 
 
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+def _optional(file: Path) -> Fields:
+    return Fields(read_json(file) if file.is_file() else {}, str(file), AGAIN)
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, settings: Fields) -> str | None:
     """From chat_template.jinja (transformers 5) or tokenizer_config.json (4: a text, or a list of named ones)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = next((each["template"] for each in template if each.get("name") == "default"), None)
-    return template
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); {AGAIN}") from error
+    named = settings.values.get("chat_template")
+    if not isinstance(named, list):
+        return settings.text("chat_template", "") or None
+    for number, each in enumerate(named):
+        template = Fields(each, f"chat_template {number} in {settings.place}", AGAIN)
+        if template.text("name") == "default":
+            return template.text("template")
+    return None
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: Fields) -> dict[str, str]:
     """bos_token, eos_token and so on, which chat templates may name; each is a text or a mapping with "content"."""
     names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    found = {name: settings[name] for name in names if settings.get(name) is not None}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: _token_text(settings, name) for name in names if name in settings.values}
 
 
-def _eos_ids(folder: Path, settings: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+def _token_text(settings: Fields, name: str) -> str:
+    if isinstance(settings.values[name], dict):
+        return settings.part(name).text("content")
+    return settings.text(name)
+
+
+def _eos_ids(folder: Path, special: Mapping[str, str], tokenizer: Tokenizer) -> tuple[int, ...]:
     """generation_config.json knows best (Qwen and Llama 3 end on several ids), then config.json, then the tokenizer."""
     for name in ("generation_config.json", "config.json"):
-        ids = _optional_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return tuple(dict.fromkeys(ids if isinstance(ids, list) else [ids]))
-    own = tokenizer.id_of(_special_tokens(settings).get("eos_token", ""))
+        values = _optional(folder / name)
+        given = values.values.get("eos_token_id")
+        if given is not None:
+            ids = values.integers("eos_token_id") if isinstance(given, list) else [values.integer("eos_token_id")]
+            return tuple(dict.fromkeys(ids))
+    own = tokenizer.id_of(special.get("eos_token", ""))
     return () if own is None else (own,)

@@ -148,6 +148,25 @@ def truncate(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
+def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the JSON header of the weights and leave the data as they are."""
+    content = (folder / WEIGHTS).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    changed = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(changed).to_bytes(8, "little") + changed + content[end:])
+
+
+def edit_entry(folder: Path, **fields: Any) -> None:
+    edit_header(folder, lambda header: header["model.norm.weight"].update(fields))
+
+
+def overlap(header: dict[str, Any]) -> None:
+    """The norm of the model lies where the norm of the first layer lies."""
+    header["model.norm.weight"]["data_offsets"] = header["model.layers.0.input_layernorm.weight"]["data_offsets"]
+
+
 WEIGHTS = "model.safetensors"
 DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")), r"'model\.norm\.weight' is missing"),
@@ -162,10 +181,25 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: truncate(f / WEIGHTS, 1000), "truncated"),
     (lambda f: truncate(f / WEIGHTS, 0), "truncated"),
     (lambda f: (f / WEIGHTS).write_bytes((9).to_bytes(8, "little") + b"{broken}}" + bytes(9)), "header"),
+    (lambda f: edit_entry(f, data_offsets=[-192, 0]), "data_offsets.*whole numbers"),
+    (lambda f: edit_entry(f, data_offsets=[192, 0]), "data_offsets.*begin and an end"),
+    (lambda f: edit_entry(f, data_offsets=[0.0, 192.0]), "data_offsets.*whole numbers"),
+    (lambda f: edit_entry(f, data_offsets=[0]), "data_offsets.*begin and an end"),
+    (
+        lambda f: edit_header(f, overlap),
+        r"damaged: tensor 'model\.(norm|layers\.0\.input_layernorm)\.weight' starts at",
+    ),
+    (lambda f: edit_header(f, lambda header: header.pop("lm_head.weight")), "damaged"),
+    (lambda f: edit_entry(f, dtype=["F32"]), "dtype.*string"),
+    (lambda f: edit_entry(f, shape=[48.0]), "shape.*whole numbers"),
+    (lambda f: edit_entry(f, dtype="F16"), "192 bytes, not 96"),
+    (lambda f: edit_header(f, lambda header: header.update({"model.norm.weight": 5})), "must be a mapping"),
+    (lambda f: (f / WEIGHTS).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5), "header"),
     (lambda f: (f / WEIGHTS).unlink(), "neither"),
     (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), r"pickles.*pytorch_model\.bin"),
     (lambda f: (f / "config.json").unlink(), r"config\.json is absent"),
     (lambda f: (f / "config.json").write_text("{"), r"config\.json is not valid JSON"),
+    (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), r"config\.json cannot be read"),
     (lambda f: edit_config(f, num_hidden_layers=3), r"model\.layers\.2"),
     (lambda f: edit_config(f, model_type="gpt2"), "gpt2"),
 ]
@@ -189,6 +223,11 @@ def test_absent_shard_and_wrong_index(tmp_path: Path) -> None:
     index.write_text(json.dumps(values | {"weight_map": values["weight_map"] | {"model.norm.weight": first}}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         checkpoint.load(tmp_path / "sharded", torch.float32)
+    for places in ({"a": 5}, {"a": "../theirs/model.safetensors"}, {"a": "x" * 999}, 5):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(CheckpointError, match="index"):
+            checkpoint.load(tmp_path / "sharded", torch.float32)
+    index.write_text(json.dumps(values))
     (tmp_path / "sharded" / last).unlink()
     with pytest.raises(CheckpointError, match=last):
         checkpoint.load(tmp_path / "sharded", torch.float32)
@@ -207,11 +246,12 @@ def test_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "copyfile", broken)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CheckpointError, match=r"step-1 cannot be written.*disk full"):
             checkpoint.save(target, loaded.config, loaded.parameters, loaded.folder)
     assert list((tmp_path / "out").iterdir()) == []
     target.mkdir()
     checkpoint.save(target, loaded.config, loaded.parameters, loaded.folder)
+    assert target.stat().st_mode == target.parent.stat().st_mode  # as any new folder, not for us alone
     with pytest.raises(CheckpointError, match="not an empty folder"):
         checkpoint.save(target, loaded.config, loaded.parameters, loaded.folder)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,11 @@ from palimpsest.engine.errors import CheckpointError
 from palimpsest.engine.gguf import converted_folder
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.tests.tiny_models import make_model_folder
+from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is converted once:UserWarning")
 
 NAMES = {"gpt2": "gpt-2", "smollm": "smollm", "qwen2": "qwen2", "llama3": "llama-bpe"}
 LLAMA3 = {
@@ -233,6 +238,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensors": {"blk.0.extra.weight": np.ones(3, np.float32)}}, r"blk\.0\.extra"),
     ({"metadata": {"ARCH.block_count": 3}}, r"blk\.2"),
     ({"metadata": {"ARCH.feed_forward_length": 95}}, r"ffn_gate.*\(96, 48\).*\(95, 48\)"),
+    ({"metadata": {"ARCH.attention.head_count": 0}}, "head_count.*whole number"),
+    ({"metadata": {"ARCH.attention.head_count": [6, 6]}}, "head_count.*whole number"),
+    ({"metadata": {"ARCH.embedding_length": 48.0}}, "embedding_length.*whole number"),
+    ({"metadata": {"ARCH.block_count": 1 << 31}}, "block_count"),
+    ({"metadata": {"ARCH.rope.freq_base": "x"}}, "freq_base.*number"),
+    ({"metadata": {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": True}}, "factor.*number"),
+    ({"metadata": {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": float("nan")}}, "factor.*number"),
+    ({"metadata": {"general.architecture": ["llama"]}}, "architecture.*string"),
+    ({"metadata": {"tokenizer.ggml.merges": ["a"]}}, "merge 'a'"),
+    ({"metadata": {"tokenizer.ggml.merges": ["a b c"]}}, "merge 'a b c'"),
+    ({"metadata": {"tokenizer.ggml.merges": ["a never-a-token"]}}, "tokenizer.*damaged"),
+    ({"metadata": {"tokenizer.ggml.merges": 5}}, "merges.*list of strings"),
+    ({"metadata": {"tokenizer.ggml.token_type": [1]}}, "1 types of tokens"),
+    ({"metadata": {"tokenizer.ggml.eos_token_id": 99999}}, "eos_token_id.*99999"),
+    ({"metadata": {"tokenizer.chat_template": 5}}, "chat_template.*string"),
+    ({"tensors": {"rope_freqs.weight": np.ones(3, np.float32)}}, "rope_freqs"),
 ]
 
 
@@ -241,17 +262,14 @@ def test_refusals_name_the_cause(
     tmp_path: Path, tiny: Path, change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata = change.get("metadata", {})
-    read = gguf_module._open
+    read = gguf_module.read_gguf
 
     def patched(file: Path) -> Any:
         """Overlay metadata after reading, since the writer refuses to write a key twice."""
-        reader = read(file)
-        for key, value in metadata.items():
-            field = type("Field", (), {"contents": lambda self, value=value: value})()
-            reader.fields[key.replace("ARCH", "qwen2")] = field
-        return reader
+        found, tensors = read(file)
+        return found | {key.replace("ARCH", "qwen2"): value for key, value in metadata.items()}, tensors
 
-    monkeypatch.setattr(gguf_module, "_open", patched)
+    monkeypatch.setattr(gguf_module, "read_gguf", patched)
     write_gguf(tmp_path / "m.gguf", tiny, "qwen2", tensors=change.get("tensors"))
     with pytest.raises(CheckpointError, match=named):
         converted_folder(tmp_path / "m.gguf")
@@ -277,9 +295,11 @@ def test_conversion_happens_once_per_file(tmp_path: Path, tiny: Path, monkeypatc
     file = tmp_path / "m.gguf"
     write_gguf(file, tiny, "qwen2")
     opened: list[Path] = []
-    read = gguf_module._open
-    monkeypatch.setattr(gguf_module, "_open", lambda path: (opened.append(path), read(path))[1])
-    assert converted_folder(file) == converted_folder(file) == tmp_path / "m.gguf.converted"
+    read = gguf_module.read_gguf
+    monkeypatch.setattr(gguf_module, "read_gguf", lambda path: (opened.append(path), read(path))[1])
+    with pytest.warns(UserWarning, match=r"m\.gguf\.converted takes 0\.0 GB"):
+        folder = converted_folder(file)
+    assert folder == converted_folder(file) == tmp_path / "m.gguf.converted"
     assert len(opened) == 1
     os.utime(file, ns=(1, 1))
     assert converted_folder(file) == tmp_path / "m.gguf.converted"
@@ -287,6 +307,53 @@ def test_conversion_happens_once_per_file(tmp_path: Path, tiny: Path, monkeypatc
     monkeypatch.setattr(gguf_module, "CONVERTER", 99)
     converted_folder(file)
     assert len(opened) == 3
+    (folder / "gguf.json").write_bytes(b"\xff")  # no stamp that anybody could read
+    converted_folder(file)
+    assert len(opened) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "m.gguf.converted"]
+
+
+def test_conversions_at_once_do_not_disturb_each_other(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads fill folders of their own; the first to end gives the name, and both come back with it."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, tiny, "qwen2")
+    both = threading.Barrier(2, timeout=60)
+    write = gguf_module.write_tensors
+
+    def together(*arguments: Any) -> None:
+        both.wait()
+        write(*arguments)
+        both.wait()
+
+    monkeypatch.setattr(gguf_module, "write_tensors", together)
+    with ThreadPoolExecutor(2) as pool:
+        folders = [done.result() for done in [pool.submit(converted_folder, file) for _ in range(2)]]
+    assert folders == [tmp_path / "m.gguf.converted"] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "m.gguf.converted"]
+    expected = checkpoint.load(tiny, torch.float32).parameters
+    loaded = checkpoint.load(file, torch.float32)
+    assert all(torch.equal(loaded.parameters[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_disk_that_is_too_full(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, tiny, "qwen2")
+    size = 4 * sum(tensor.numel() for tensor in checkpoint.load(tiny, torch.float32).parameters.values())
+    usage = checkpoint.shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+        with pytest.raises(CheckpointError, match=rf"only {size - 1} bytes are free.*takes some {size} bytes"):
+            converted_folder(file)
+
+    def broken(*_: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(gguf_module, "write_tensors", broken)
+    with pytest.raises(CheckpointError, match=rf"No space left.*takes some {size} bytes"):
+        converted_folder(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_folders_of_others_are_left_alone_and_read_only_places_avoided(

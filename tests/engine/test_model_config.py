@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from palimpsest.engine.errors import CheckpointError
+from palimpsest.engine.errors import CheckpointError, ConfigError
 from palimpsest.engine.model_config import ModelConfig, parameter_shapes
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,6 +101,42 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 5}, "head_dim"),
     ({"hidden_size": None}, "hidden_size"),
     ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
+    ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"num_attention_heads": "x"}, "num_attention_heads.*'x'"),
+    ({"num_attention_heads": 6.0}, "num_attention_heads"),
+    ({"num_attention_heads": 48, "num_key_value_heads": 48}, "head_dim"),
+    ({"hidden_size": "x"}, "hidden_size"),
+    ({"max_position_embeddings": True}, "max_position_embeddings"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"rope_theta": 1.0}, "rope_theta"),
+    ({"rope_theta": 1e300}, "rope_theta"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+    ({"model_type": []}, "model_type"),
+    ({"architectures": 5}, "architectures"),
+    ({"rope_parameters": "yarn"}, "rope_parameters"),
+    ({"quantization_config": "gptq"}, "quantization_config"),
+    ({"layer_types": 5}, "layer_types"),
+    ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_type"),
+]
+
+YARN_2 = {"rope_type": "yarn", "factor": 2.0}
+SCALINGS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_type": "yarn"}, "factor"),
+    (YARN_2 | {"factor": float("nan")}, "factor"),
+    (YARN_2 | {"factor": 1e30}, "factor"),
+    (YARN_2 | {"factor": True}, "factor"),
+    (YARN_2 | {"factor": 0.5}, "factor"),
+    (YARN_2 | {"factor": 1e5}, "factor.*window of"),
+    (YARN_2 | {"beta_fast": 0}, "beta_fast"),
+    (YARN_2 | {"beta_fast": 1, "beta_slow": 2}, "beta_fast.*beta_slow"),
+    (YARN_2 | {"truncate": 1}, "truncate"),
+    (YARN_2 | {"attention_factor": float("inf")}, "attention_factor"),
+    (YARN_2 | {"mscale": -1}, "mscale"),
+    (YARN_2 | {"original_max_position_embeddings": 256.0}, "original_max_position_embeddings"),
+    (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+    (LLAMA3 | {"high_freq_factor": 1.0}, "low_freq_factor.*high_freq_factor"),
 ]
 
 
@@ -110,3 +146,17 @@ def test_refusals_name_the_cause(change: dict[str, Any], named: str) -> None:
     ModelConfig.from_hf(base)
     with pytest.raises(CheckpointError, match=named):
         ModelConfig.from_hf(base | change)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"), [*SCALINGS, ({"rope_type": "linear", "factor": 1e6}, "factor.*window of")]
+)
+def test_a_wrong_scaling_is_the_fault_of_whoever_gave_it(scaling: dict[str, Any], named: str) -> None:
+    scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
+    plain = ModelConfig.from_hf(SMALL | {"model_type": "llama"})
+    with pytest.raises(ConfigError, match=named) as refusal:
+        plain.with_rope_scaling(scaling)
+    assert "EngineConfig.rope_scaling" in str(refusal.value)
+    if scaling["rope_type"] != "linear":  # which a checkpoint's own window includes already
+        with pytest.raises(CheckpointError, match=named):
+            ModelConfig.from_hf(SMALL | {"model_type": "llama", "rope_scaling": scaling})

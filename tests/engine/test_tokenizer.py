@@ -16,6 +16,7 @@ from palimpsest.engine import defaults
 from palimpsest.engine import tokenizer as tokenizer_module
 from palimpsest.engine.errors import CheckpointError, RequestError
 from palimpsest.engine.gguf import converted_folder
+from palimpsest.engine.templates import Slot, Template, TokenTemplate
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.tests.tiny_models import SYSTEM_TEXT, TOKENIZER_KINDS, make_tokenizer_folder
 from transformers import AutoTokenizer
@@ -214,7 +215,6 @@ def test_prompts_are_those_of_transformers(ours: dict[str, Tokenizer], folders: 
             assert ours[kind].decode(array("i", ids), skip_special=skip) == expected
 
     check()
-    assert ours[kind].vocabulary_size == len(theirs)
 
 
 def test_bos_is_added_to_prompts_only(ours: dict[str, Tokenizer]) -> None:
@@ -261,6 +261,87 @@ def test_eos_ids_come_from_the_file_that_knows_best(tmp_path: Path) -> None:
     assert Tokenizer.load(folder).eos_ids == (7,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7, 9]}')
     assert Tokenizer.load(folder).eos_ids == (9, 7)
+
+
+@pytest.mark.parametrize("wrong", ["x", [1, "x"], True, -1, 7.0, {}])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_eos_ids_are_whole_numbers(tmp_path: Path, name: str, wrong: object) -> None:
+    folder = make_tokenizer_folder(tmp_path / "t", "qwen2")
+    (folder / name).write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(CheckpointError, match=rf"eos_token_id.*{name.partition('.')[0]}"):
+        Tokenizer.load(folder)
+
+
+def test_ids_are_checked_against_the_models_vocabulary(tmp_path: Path) -> None:
+    folder = make_tokenizer_folder(tmp_path / "t", "qwen2")
+    tokenizer = Tokenizer.load(folder)
+    count = max(tokenizer.id_of(token) or 0 for token in CONTROL) + 1
+    tokenizer.check_ids(count)
+    with pytest.raises(CheckpointError, match=rf"eos_token_id {count - 1} is outside .* of {count - 1}"):
+        tokenizer.check_ids(count - 1)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    with pytest.raises(CheckpointError, match=rf"'<\|im_end\|>' has id {count - 1}, outside"):
+        Tokenizer.load(folder).check_ids(count - 1)
+
+
+def sentence_piece_folder(path: Path, style: str) -> Path:
+    """A tokenizer that puts a space before every text: Llama 2's files old and new, and a byte-level one."""
+    folder = make_tokenizer_folder(path, "gpt2")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    space = "\u2581"
+    if style == "byte-level":
+        values["pre_tokenizer"]["add_prefix_space"] = True
+    else:
+        words = [f"{space}the", "th", f"{space}t", "he", *"abcdefghijklmnopqrstuvwxyz.,\n", space, "t", "h", "e"]
+        bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+        tokens = list(dict.fromkeys([*(token["content"] for token in values["added_tokens"]), *bytes_, *words]))
+        merges = [["t", "h"], ["h", "e"], [space, "t"], [f"{space}t", "he"]]
+        values["model"] |= {"vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges}
+        values["model"] |= {"byte_fallback": True, "unk_token": None}
+        values["added_tokens"] = [token | {"id": tokens.index(token["content"])} for token in values["added_tokens"]]
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": space}
+        back = {"type": "Replace", "pattern": {"String": space}, "content": " "}
+        steps = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+        values["post_processor"] = values["pre_tokenizer"] = values["normalizer"] = None
+        if style == "Prepend":
+            first = {"type": "Prepend", "prepend": space}
+            values["normalizer"] = {"type": "Sequence", "normalizers": [first, replace]}
+        else:
+            values["pre_tokenizer"] = {
+                "type": "Metaspace",
+                "replacement": space,
+                "prepend_scheme": style,
+                "split": False,
+            }
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        values["decoder"] = {"type": "Sequence", "decoders": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("style", ["Prepend", "first", "always", "byte-level"])
+def test_pieces_get_no_space_of_their_own(tmp_path: Path, style: str) -> None:
+    """The whole prompt has the space that transformers puts before it; what is spliced from pieces has none."""
+    folder = sentence_piece_folder(tmp_path / "t", style)
+    tokenizer, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode_prompt("the keeper").tolist() == theirs("the keeper").input_ids
+    assert tokenizer.encode_prompt("the keeper") == tokenizer.encode_template(" the keeper")
+    update = Template(("<problem>\n", Slot.PROBLEM, "\n</problem>", Slot.MEMORY, "\n", Slot.CHUNK, "\nmemory:\n"))
+    texts = {Slot.PROBLEM: "who is the keeper", Slot.MEMORY: "the lamps", Slot.CHUNK: " the Größe"}
+    prompt = TokenTemplate(update, tokenizer).fill({slot: tokenizer.encode(text) for slot, text in texts.items()})
+    message = "".join(texts[part] if isinstance(part, Slot) else part for part in update.parts)
+    expected = tokenizer.chat([{"role": "user", "content": message}])
+    ids = [token for segment in prompt for token in segment.ids]
+    assert tokenizer.decode(ids, skip_special=False) == expected
+
+
+def test_an_unknown_way_to_add_something_is_refused(tmp_path: Path) -> None:
+    folder = make_tokenizer_folder(tmp_path / "t", "gpt2")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["normalizer"] = {"type": "Replace", "pattern": {"Regex": "^"}, "content": " "}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"cannot be encoded apart.*normalizer"):
+        Tokenizer.load(folder)
 
 
 def test_fingerprint_follows_the_definition(
