@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 from .config import SamplingParams
-from .engine import Engine, Prompt, Update, params_for_each
+from .engine import Engine, Prompt, Update, pair_with_params, without_error
+from .errors import RequestError
 from .sequence import Completion, Sequence
 
 __all__ = ["AsyncEngine"]
@@ -21,21 +23,32 @@ T = TypeVar("T")
 class AsyncEngine:
     """Asynchronous twins of Engine's methods. Wrap an engine once, then use it only through the wrapper.
 
-    Requests of different tasks run in the same steps; steps run by themselves while any request is unfinished.
-    Cancelling a task that waits for a request aborts that request.
+    Requests of different tasks run in the same steps, which run by themselves while there is work. Cancelling a task
+    that waits for a request aborts that request.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="palimpsest")
-        self._queues: dict[Sequence, asyncio.Queue[Update | Exception]] = {}
+        # Weak: a sequence that nobody can read any more takes its queue along.
+        self._queues: WeakKeyDictionary[Sequence, asyncio.Queue[Update | Exception]] = WeakKeyDictionary()
+        self._being_read: WeakSet[Sequence] = WeakSet()
+        self._aborts: set[asyncio.Future[None]] = set()  # the event loop itself keeps no reference to a task
         self._driver: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def add(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0, turn: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sample: int = 0,
+        turn: int = 0,
+        is_open: bool = False,
     ) -> Sequence:
         """Queue a prompt, as Engine.add; read its updates from `updates`."""
-        adding = asyncio.ensure_future(self._call(partial(self.engine.add, prompt, params, sample=sample, turn=turn)))
+        add = partial(self.engine.add, prompt, params, sample=sample, turn=turn, is_open=is_open)
+        adding = asyncio.ensure_future(self._call(add))
         try:
             sequence = await asyncio.shield(adding)
         except asyncio.CancelledError:
@@ -43,27 +56,47 @@ class AsyncEngine:
             adding.add_done_callback(self._abort_orphan)
             raise
         self._queues[sequence] = asyncio.Queue()
-        if self._driver is None:
-            self._driver = asyncio.create_task(self._drive())
+        self._wake()
         return sequence
 
-    async def updates(self, sequence: Sequence) -> AsyncIterator[Update]:
-        """Yield an added sequence's updates; the last one holds the completion. Leaving early aborts it.
+    async def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
+        """Append token ids to an open sequence's prompt, as Engine.extend."""
+        await self._call(partial(self.engine.extend, sequence, ids))
+        self._wake()
 
-        Raises what the engine raised if a step failed; every request that was under way then gets that error.
+    async def close(self, sequence: Sequence) -> None:
+        """End an open sequence's prompt, as Engine.close."""
+        await self._call(partial(self.engine.close, sequence))
+        self._wake()
+
+    async def abort(self, sequence: Sequence) -> None:
+        """End a sequence in any state; whoever reads its updates gets the completion with finish_reason "abort"."""
+        await self._call(partial(self.engine.abort, sequence))
+        self._wake()
+
+    async def updates(self, sequence: Sequence) -> AsyncIterator[Update]:
+        """Yield an added sequence's updates, once; the last one holds the completion. Leaving early aborts it.
+
+        Raises RequestError if it ends in an error of its own, and what the engine raised if a whole step failed: every
+        request that was under way then gets that error.
         """
-        queue = self._queues[sequence]
+        queue = self._queues.get(sequence)
+        if queue is None or sequence in self._being_read:
+            raise RequestError(f"sequence {sequence.id} was not added here, or its updates are read by somebody else")
+        self._being_read.add(sequence)
         try:
             finished = False
             while not finished:
                 update = await queue.get()
                 if isinstance(update, Exception):
                     raise update
-                finished = update.completion is not None
+                if update.completion is not None:
+                    without_error(update.completion, f"sequence {sequence.id}")
+                    finished = True
                 yield update
         finally:
             del self._queues[sequence]
-            self._worker.submit(self.engine.abort, sequence)
+            self._abort_later(sequence)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0
@@ -74,31 +107,30 @@ class AsyncEngine:
             yield update
 
     async def generate(
-        self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self, prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[Completion]:
         """Complete a list of prompts; as Engine.generate."""
-        each = params_for_each(prompts, params)
         sequences: list[Sequence] = []
         try:
-            for i, (prompt, chosen) in enumerate(zip(prompts, each, strict=True)):
+            for i, (prompt, chosen) in enumerate(pair_with_params(prompts, params)):
                 sequences.append(await self.add(prompt, chosen, sample=i))
             return list(await asyncio.gather(*map(self._complete, sequences)))
         finally:
             for sequence in sequences:
-                await self.abort(sequence)
-
-    async def abort(self, sequence: Sequence) -> None:
-        """End a sequence in any state; whoever reads its updates gets the completion with finish_reason "abort"."""
-        await self._call(partial(self.engine.abort, sequence))
-        if self._driver is None and self.engine.unfinished:
-            self._driver = asyncio.create_task(self._drive())
+                self._abort_later(sequence)
 
     async def aclose(self) -> None:
-        """End all requests and the worker thread."""
+        """End all requests and the worker thread. Readers still get their last updates; new requests are refused."""
+        if self._closed:
+            return
         for sequence in list(self._queues):
             await self.abort(sequence)
-        if self._driver is not None:
+        await asyncio.gather(*self._aborts)
+        self._wake()
+        while self._driver is not None:
             await self._driver
+            self._wake()
+        self._closed = True
         self._worker.shutdown()
 
     async def _complete(self, sequence: Sequence) -> Completion:
@@ -109,24 +141,37 @@ class AsyncEngine:
             raise RuntimeError(f"sequence {sequence.id} ended without a completion")
         return completion
 
+    def _wake(self) -> None:
+        """Let steps run if there is anything to do and nobody runs them."""
+        if self._driver is None and self.engine.has_work:
+            self._driver = asyncio.create_task(self._drive())
+
     async def _drive(self) -> None:
         """Step while there is anything to do, handing each update to its reader."""
-        while self.engine.unfinished:
-            try:
-                updates = await self._call(self.engine.step)
-            except Exception as error:  # a failed step must reach every reader, whatever it was
-                for sequence, queue in self._queues.items():
-                    queue.put_nowait(error)
-                    self.engine.abort(sequence)
-                break
-            for update in updates:
-                if update.sequence in self._queues:
-                    self._queues[update.sequence].put_nowait(update)
+        try:
+            while self.engine.has_work:
+                for update in await self._call(self.engine.step):
+                    if update.sequence in self._queues:
+                        self._queues[update.sequence].put_nowait(update)
+        except Exception as error:  # whatever made a step fail must reach every reader
+            for sequence, queue in list(self._queues.items()):
+                queue.put_nowait(error)
+                await self._call(partial(self.engine.abort, sequence))
         self._driver = None
+        self._wake()  # for what was added while the failed step was being told
+
+    def _abort_later(self, sequence: Sequence) -> None:
+        """Abort from places that can't wait."""
+        if not self._closed and not sequence.finished:
+            task = asyncio.ensure_future(self.abort(sequence))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
     def _abort_orphan(self, adding: asyncio.Future[Sequence]) -> None:
         if not adding.cancelled() and adding.exception() is None:
-            self._worker.submit(self.engine.abort, adding.result())
+            self._abort_later(adding.result())
 
     async def _call(self, function: Callable[[], T]) -> T:
+        if self._closed:
+            raise RequestError("the AsyncEngine is closed; make a new one")
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)

@@ -35,14 +35,20 @@ __all__ = [
 ]
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16)
+LARGEST_HEAD, LARGEST_GROUP = 256, 96
 
 
-def unavailable(dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run a model with parameters of `dtype`; None when they can."""
+def unavailable(parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int) -> str | None:
+    """Why the kernels cannot run a model with these element types, head size and query heads per key head, or None."""
     if not BUILT:
         return "the extension palimpsest._C is not built (run `make build`)"
-    if dtype not in PARAMETER_DTYPES:
-        return f"the kernels take float32 and bfloat16 parameters, not {dtype}"
+    for what, dtype in (("parameters", parameters), ("KV pages", pages)):
+        if dtype not in PARAMETER_DTYPES:
+            return f"the kernels take float32 and bfloat16 {what}, not {dtype}"
+    if head_dim % 2 or head_dim > LARGEST_HEAD:
+        return f"the kernels take even head sizes up to {LARGEST_HEAD}, not {head_dim}"
+    if group > LARGEST_GROUP:
+        return f"the kernels take up to {LARGEST_GROUP} query heads per key head, not {group}"
     return None
 
 
@@ -109,7 +115,7 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
     ok = _is_heads(query)
     ok = ok and _is_parameter(key_pages) and _is_parameter(value_pages) and key_pages.dtype == value_pages.dtype
     ok = ok and key_pages.shape == value_pages.shape == (page_count, kv_heads, page_size, head_dim)
-    ok = ok and head_dim <= 256 and heads % kv_heads == 0 and heads // kv_heads <= 96
+    ok = ok and head_dim <= LARGEST_HEAD and heads % kv_heads == 0 and heads // kv_heads <= LARGEST_GROUP
     _check(ok, "paged_attention", query, key_pages, value_pages)
     tables = (spans.query_start, spans.kv_length, spans.pages)
     count = len(spans.kv_length)

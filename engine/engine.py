@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -28,7 +30,10 @@ from .scheduler import Scheduler
 from .sequence import Completion, Segment, Sequence
 from .tokenizer import Tokenizer
 
-__all__ = ["Engine", "Prompt", "Update", "params_for_each"]
+__all__ = ["Engine", "Prompt", "Stream", "Update", "pair_with_params", "without_error"]
+
+# Elements of each parameter that the fingerprint reads.
+FINGERPRINT_ELEMENTS = 512
 
 Prompt = str | Iterable[int] | Seq[Segment]
 
@@ -48,7 +53,11 @@ class Update:
 
 
 class Engine:
-    """A model with its KV pool and queue. Several engines can live in one process; one engine belongs to one thread."""
+    """A model with its KV pool and queue. Several engines can live in one process; one engine belongs to one thread.
+
+    window: most tokens of prompt and response that the model takes. longest: most that one request can have here, where
+    the KV pool may hold less.
+    """
 
     def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
         """Load a Hugging Face folder or a GGUF file.
@@ -60,15 +69,15 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         dtype = getattr(torch, config.dtype)
-        ops = select(config.backend, dtype)
+        kv_dtype = _kv_dtype(config)
         loaded = checkpoint.load(model_path, dtype)
         model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
         self.model_path = loaded.source
         self.tokenizer = Tokenizer.load(loaded.folder)
         self.window = _window(config, model)
+        ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window)
         self.model.requires_grad_(False)
-        kv_dtype = self.model.activation_dtype if config.kv_dtype is None else getattr(torch, config.kv_dtype)
         num_pages = _num_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0
@@ -82,6 +91,7 @@ class Engine:
             window=self.window,
             eos_ids=eos_ids,
         )
+        self.longest = min(self.window, num_pages * config.page_size)
         self._texts: dict[Sequence, TextStream] = {}
         self._undelivered: list[Update] = []
         self._next_id = 0
@@ -90,6 +100,11 @@ class Engine:
     def unfinished(self) -> bool:
         """Whether a sequence is not finished, or an update was not handed out yet."""
         return self.scheduler.unfinished or bool(self._undelivered)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything; without work only open sequences are left, which wait for input."""
+        return self.scheduler.has_work or bool(self._undelivered)
 
     def add(
         self,
@@ -106,7 +121,12 @@ class Engine:
         `close`. Raises RequestError if it can never be served.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {params!r}")
         check_params(params, self.model.config.vocab_size)
+        for name, number in (("sample", sample), ("turn", turn)):
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
+                raise RequestError(f"{name} must be a whole number of at least 0, got {number!r}")
         sequence = Sequence(self._next_id, self._prompt_ids(prompt), params, sample, turn, is_open)
         self.scheduler.add(sequence)
         self._next_id += 1
@@ -115,24 +135,39 @@ class Engine:
 
     def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
         """Append token ids to an open sequence's prompt. Raises RequestError if it is not open or would not fit."""
+        self._require_own(sequence)
         self.scheduler.extend(sequence, self._prompt_ids(ids))
 
     def close(self, sequence: Sequence) -> None:
         """End an open sequence's prompt; its response is drawn from the next step on."""
+        self._require_own(sequence)
         self.scheduler.close(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one stays as it is."""
         if not sequence.finished:
+            self._require_own(sequence)
             self.scheduler.finish(sequence, "abort")
             self._undelivered.append(self._update(sequence, array("i")))
 
     def step(self) -> list[Update]:
-        """Run one forward pass over whatever is due; -> one update per sequence that got a token or ended."""
-        updates, self._undelivered = self._undelivered, []
+        """Run one forward pass over whatever is due; -> one update per sequence that got a token or ended.
+
+        If the pass itself fails (out of memory, Ctrl-C) nothing is lost: the next step computes it again.
+        """
         step = self.scheduler.schedule()
-        self.scheduler.commit(step, self.runner.run(step))
-        updates.extend(self._update(span.sequence, span.sequence.tokens[-1:]) for span in step.spans if span.samples)
+        try:
+            results = self.runner.run(step)
+        except BaseException:
+            self.scheduler.withdraw(step)
+            raise
+        self.scheduler.commit(step, results)
+        updates, self._undelivered = self._undelivered, []
+        for span, result in zip(step.spans, results, strict=True):
+            if result.error is not None:
+                updates.append(self._update(span.sequence, array("i")))
+            elif span.samples:
+                updates.append(self._update(span.sequence, span.sequence.tokens[-1:]))
         return updates
 
     def generate(
@@ -141,31 +176,23 @@ class Engine:
         """Complete a list of prompts (str or token ids); -> their completions in the same order.
 
         params: one for all, or one per prompt. Prompt i draws from the random stream of sample i.
+        Raises RequestError for a prompt that cannot be served, and when one ends in an error.
         """
-        each = params_for_each(prompts, params)
         added: list[Sequence] = []
         with self.aborting(added):
-            for i, (prompt, chosen) in enumerate(zip(prompts, each, strict=True)):
+            for i, (prompt, chosen) in enumerate(pair_with_params(prompts, params)):
                 added.append(self.add(prompt, chosen, sample=i))
             done: dict[Sequence, Completion] = {}
             while len(done) < len(added):
                 for update in self.step_for(added):
                     if update.completion is not None:
                         done[update.sequence] = update.completion
-        return [done[sequence] for sequence in added]
+                _require_delivery([sequence for sequence in added if sequence.finished and sequence not in done])
+        return [without_error(done[sequence], f"prompt {i}") for i, sequence in enumerate(added)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0) -> Iterator[Update]:
-        """Complete one prompt; an update per token, the last one with the completion. Closing the iterator aborts."""
-        sequence = self.add(prompt, params, sample=sample)
-        return self._stream(sequence)
-
-    def _stream(self, sequence: Sequence) -> Iterator[Update]:
-        with self.aborting([sequence]):
-            finished = False
-            while not finished:
-                for update in self.step_for([sequence]):
-                    finished = update.completion is not None
-                    yield update
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0) -> Stream:
+        """Complete one prompt; an update per token, the last one with the completion. Closing the stream aborts."""
+        return Stream(self, self.add(prompt, params, sample=sample))
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -187,10 +214,11 @@ class Engine:
         """What decides an answer besides the prompt: for traces. Plain JSON values."""
         return {
             "model": str(self.model_path),
+            "weights": self._fingerprint(),
             "tokenizer": self.tokenizer.fingerprint(),
             "dtype": self.config.dtype,
             "kv_dtype": self.config.kv_dtype,
-            "backend": self.config.backend,
+            "backend": self.model.ops.backend,
             "window": self.window,
             "rope_scaling": None if self.config.rope_scaling is None else dict(self.config.rope_scaling),
             "weights_version": self.weights_version,
@@ -213,6 +241,20 @@ class Engine:
                 self.abort(sequence)
             self._undelivered = [update for update in self._undelivered if update.sequence not in sequences]
 
+    def _require_own(self, sequence: Sequence) -> None:
+        if not sequence.finished and sequence not in self._texts:
+            raise RequestError(f"sequence {sequence.id} belongs to another engine")
+
+    def _fingerprint(self) -> str:
+        """sha256 over the parameters' names, shapes and some elements of each: the same weights, wherever they lie."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            flat = parameter.detach().flatten()
+            some = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)]
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(some.double().numpy().tobytes())
+        return digest.hexdigest()
+
     def _update(self, sequence: Sequence, ids: array[int]) -> Update:
         """Turn a sequence's new ids into text, ending it at a stop string."""
         stream = self._texts[sequence]
@@ -232,6 +274,8 @@ class Engine:
         """Token ids of any kind of prompt, int32. Raises RequestError for ids outside the vocabulary."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_prompt(prompt)
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is a str, token ids or segments, got {prompt!r}")
         parts = list(prompt)
         segments = [part for part in parts if isinstance(part, Segment)]
         ids = _as_ids(parts) if not segments else array("i", (token for segment in segments for token in segment.ids))
@@ -244,17 +288,72 @@ class Engine:
         return ids
 
 
-def params_for_each(
-    prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
-) -> list[SamplingParams | None]:
-    """One SamplingParams per prompt of a list. RequestError if `prompts` is a single prompt, or the numbers differ."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+class Stream(Iterator[Update]):
+    """The updates of one sequence. `close`, a `with` block or letting go of it aborts what is not finished."""
+
+    def __init__(self, engine: Engine, sequence: Sequence) -> None:
+        self._engine, self._sequence = engine, sequence
+        self._pending: deque[Update] = deque()
+        self._over = False
+
+    def __next__(self) -> Update:
+        """The next update. Raises RequestError if the request ends in an error."""
+        if self._over:
+            raise StopIteration
+        while not self._pending:
+            self._pending.extend(self._engine.step_for([self._sequence]))
+            _require_delivery([self._sequence] if self._sequence.finished and not self._pending else [])
+        update = self._pending.popleft()
+        if update.completion is not None:
+            self._over = True
+            without_error(update.completion, f"sequence {self._sequence.id}")
+        return update
+
+    def close(self) -> None:
+        """Abort the sequence if it is not finished; the stream then ends."""
+        self._over = True
+        with self._engine.aborting([self._sequence]):
+            pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _require_delivery(missing: list[Sequence]) -> None:
+    """A driver must not wait for ever for updates that somebody else has taken."""
+    if missing:
+        raise RequestError(
+            f"the last update of sequence {missing[0].id} was handed out by another call of Engine.step; "
+            "use step_for with one's own sequences beside generate and stream"
+        )
+
+
+def pair_with_params(
+    prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt of a list with its SamplingParams. RequestError for a single prompt, or numbers that differ."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        raise RequestError(f"generate takes a list of prompts, got {prompts!r}; put a single one into a list")
+    each = list(prompts)
+    if each and isinstance(each[0], int):
         raise RequestError("generate takes a list of prompts; put a single one into a list: generate([prompt])")
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one, or one per prompt")
-    return list(params)
+    chosen = [params] * len(each) if params is None or isinstance(params, SamplingParams) else list(params)
+    if len(chosen) != len(each):
+        raise RequestError(f"{len(each)} prompts but {len(chosen)} SamplingParams; give one, or one per prompt")
+    return list(zip(each, chosen, strict=True))
+
+
+def without_error(completion: Completion, whose: str) -> Completion:
+    """The completion itself; RequestError if it ended in an error."""
+    if completion.finish_reason == "error":
+        raise RequestError(f"{whose} failed after {len(completion.token_ids)} tokens: {completion.error}")
+    return completion
 
 
 def _as_ids(parts: list[Any]) -> array[int]:
@@ -278,7 +377,16 @@ def _completion(sequence: Sequence, stream: TextStream) -> Completion:
         prompt_logprobs=sequence.prompt_logprobs if params.prompt_logprobs else None,
         counters=sequence.counters,
         seconds=time.perf_counter() - sequence.started,
+        error=sequence.error,
     )
+
+
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    """Element type of the pages: by default that of the activations."""
+    if config.kv_dtype is not None:
+        dtype: torch.dtype = getattr(torch, config.kv_dtype)
+        return dtype
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def _window(config: EngineConfig, model: ModelConfig) -> int:

@@ -35,7 +35,12 @@ class Spans:
 
 
 class Ops(Protocol):
-    """What the decoder asks of a backend. T rows of tokens; x is float32 (float64 with float64 parameters)."""
+    """What the decoder asks of a backend. T rows of tokens; x is float32 (float64 with float64 parameters).
+
+    backend: "cpu" where the kernels run, else "reference".
+    """
+
+    backend: str
 
     def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """int64 [T], [vocabulary, hidden] -> [T, hidden] of `dtype`, the activations' type."""
@@ -80,21 +85,23 @@ OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_"))
 class _Selected:
     """One function per op, each from the first backend that has it."""
 
-    def __init__(self, functions: dict[str, object]) -> None:
+    def __init__(self, backend: str, functions: dict[str, object]) -> None:
+        self.backend = backend
         self.__dict__.update(functions)
 
 
-def select(backend: str, parameters: torch.dtype) -> Ops:
-    """Choose the function of every op for parameters of dtype `parameters` (float32, bfloat16 or float64).
+def select(backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int) -> Ops:
+    """Choose the function of every op for a model.
 
-    backend: "reference", "cpu" or "auto" (cpu where it can, reference for the rest).
-    Raises ConfigError when "cpu" was asked for and the extension is missing or cannot run that dtype.
+    backend: "reference", "cpu" or "auto" (cpu where it can, reference for the rest). parameters, pages: element types
+    of the model and its KV. head_dim: size of a head. group: query heads per key head.
+    Raises ConfigError when "cpu" was asked for and the extension is missing or cannot run such a model.
     """
-    chosen = {name: getattr(reference, name) for name in OP_NAMES}
-    if backend != "reference":
-        reason = cpu.unavailable(parameters)
-        if reason is None:
-            chosen.update({name: getattr(cpu, name) for name in OP_NAMES if hasattr(cpu, name)})
-        elif backend == "cpu":
-            raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
-    return _Selected(chosen)  # type: ignore[return-value]
+    functions = {name: getattr(reference, name) for name in OP_NAMES}
+    reason = cpu.unavailable(parameters, pages, head_dim, group)
+    if backend == "cpu" and reason is not None:
+        raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
+    if backend == "reference" or reason is not None:
+        return _Selected("reference", functions)  # type: ignore[return-value]
+    functions |= {name: getattr(cpu, name) for name in OP_NAMES if hasattr(cpu, name)}
+    return _Selected("cpu", functions)  # type: ignore[return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -58,7 +59,7 @@ class Runner:
         ends = np.cumsum([len(span.ids) for span in step.spans]).tolist()
         scores = [self._score(hidden, span, end - len(span.ids)) for span, end in zip(step.spans, ends, strict=True)]
         drawn = self._draw(hidden, step.spans, ends)
-        return [replace(result, prompt_logprobs=scored) for result, scored in zip(drawn, scores, strict=True)]
+        return [_with_scores(result, scored) for result, scored in zip(drawn, scores, strict=True)]
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
         """Copy partial pages, reading all sources before any target is written: a target may be another's source."""
@@ -111,7 +112,7 @@ class Runner:
             logits = self.model.logits(hidden[[ends[i] - 1 for i in which]])
             rows = [self._sample_row(spans[i]) for i in which]
             for i, result in zip(which, sample(logits, rows, self.model.ops), strict=True):
-                drawn[i] = SpanResult(result.token_id, result.logprob, result.top)
+                drawn[i] = SpanResult(result.token_id, result.logprob, result.top, error=result.error)
         return drawn
 
     def _sample_row(self, span: Span) -> SampleRow:
@@ -125,3 +126,9 @@ class Runner:
             response_ids=sequence.response,
             eos_ids=self.eos_ids,
         )
+
+
+def _with_scores(result: SpanResult, scores: list[float]) -> SpanResult:
+    if all(map(math.isfinite, scores)):
+        return replace(result, prompt_logprobs=scores)
+    return SpanResult(error="the logits of a prompt token hold NaN or infinity: check the checkpoint")

@@ -42,6 +42,8 @@ MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 FIRST_RANKED = 256  # ids ranked before top_p and min_p look for more
+NOT_FINITE = "logits / temperature have no finite maximum: check the checkpoint, or raise the temperature"
+NOTHING_LEFT = "no token is left to draw; loosen logit_bias, penalties, min_tokens or stop_ids"
 BLOCK = 2**18  # elements of noise made at once: the temporaries stay in the cache
 
 
@@ -68,11 +70,13 @@ class Sampled:
 
     logprob: log-softmax of logits / temperature (of the logits at temperature 0) before all filters, in nats.
     top: the likeliest tokens by the same measure, falling.
+    error: why no token could be drawn; then the rest means nothing.
     """
 
     token_id: int
     logprob: float
     top: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
 
 
 def check_params(params: SamplingParams, vocabulary: int) -> None:
@@ -93,24 +97,22 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
 def sample(logits: Tensor, rows: Sequence[SampleRow], ops: Ops) -> list[Sampled]:
     """Draw one token per row of `logits` (float32 or float64 [R, vocabulary], left as they are).
 
-    Raises RequestError naming the row when its logits hold NaN or +inf, or leave no token to draw.
+    A row whose logits hold NaN or +inf, or leave no token to draw, gets an error and does not disturb the others.
     """
     temperatures = logits.new_tensor([row.params.temperature or 1.0 for row in rows]).unsqueeze(1)
     scaled = logits if bool((temperatures == 1.0).all()) else logits / temperatures
     peaks, tokens = scaled.max(dim=1)  # greedy until proven otherwise: max gives the lowest of equal ids
-    _require_finite(
-        peaks, "logits / temperature have no finite maximum: check the checkpoint, or raise the temperature"
-    )
+    errors = {r: NOT_FINITE for r, finite in enumerate(peaks.isfinite().tolist()) if not finite}
     plain: list[int] = []
     for r, row in enumerate(rows):
+        if r in errors:
+            continue
         if _adjusts(row):
             z = _adjust(logits[r].clone(), row) / temperatures[r]
-            if not bool(z.max().isfinite()):
-                raise RequestError(
-                    f"row {r} (sample {row.sample}, turn {row.turn}, index {row.index}): no token is left to draw; "
-                    "loosen logit_bias, penalties, min_tokens or stop_ids"
-                )
-            tokens[r] = _draw(z, row, ops)
+            if bool(z.max().isfinite()):
+                tokens[r] = _draw(z, row, ops)
+            else:
+                errors[r] = NOTHING_LEFT
         elif row.params.temperature > 0 and _filters(row.params):
             tokens[r] = _draw(scaled[r], row, ops)
         elif row.params.temperature > 0:
@@ -118,14 +120,17 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], ops: Ops) -> list[Sampled]
     _draw_plain(scaled, rows, plain, tokens)
     totals = ops.log_sum_exp(scaled)
     logprobs = (scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - totals).tolist()
-    tops = [_top(scaled[r], totals[r], row.params.top_logprobs) for r, row in enumerate(rows)]
-    return [Sampled(*drawn) for drawn in zip(tokens.tolist(), logprobs, tops, strict=True)]
+    return [
+        Sampled(token, logprob, error=errors[r])
+        if r in errors
+        else Sampled(token, logprob, _top(scaled[r], totals[r], rows[r].params.top_logprobs))
+        for r, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs, strict=True))
+    ]
 
 
 def prompt_logprobs(logits: Tensor, targets: Tensor, ops: Ops) -> list[float]:
-    """Log-softmax of raw logits [R, vocabulary] at targets (int64 [R]), in nats. Raises RequestError for NaN logits."""
+    """Log-softmax of raw logits [R, vocabulary] at targets (int64 [R]), in nats; NaN for logits with NaN or +inf."""
     totals = ops.log_sum_exp(logits)
-    _require_finite(totals, "the logits of a prompt token hold NaN or infinity: check the checkpoint")
     values: list[float] = (logits.gather(1, targets.unsqueeze(1)).squeeze(1) - totals).tolist()
     return values
 
@@ -167,12 +172,6 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
 
 def _key(row: SampleRow) -> int:
     return _signed(stream_key(row.params.seed, row.sample, row.turn, row.index))
-
-
-def _require_finite(values: Tensor, message: str) -> None:
-    bad = (~values.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise RequestError(f"row {bad[0]} of {len(values)}: {message}")
 
 
 def _adjusts(row: SampleRow) -> bool:

@@ -57,12 +57,16 @@ class Step:
 
 @dataclass(frozen=True)
 class SpanResult:
-    """What the runner found for a span: the token drawn, if it samples, and the log-probabilities that it owes."""
+    """What the runner found for a span: the token drawn, if it samples, and the log-probabilities that it owes.
+
+    error: why the sequence can't go on; the rest then means nothing.
+    """
 
     token_id: int | None = None
     logprob: float = 0.0
     top: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    error: str | None = None
 
 
 class Scheduler:
@@ -87,7 +91,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next step would compute anything; only open sequences can be without work."""
-        return any(_pending(sequence) for sequence in (*self.running, *self.waiting))
+        return any(_pending(sequence) > 0 for sequence in (*self.running, *self.waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. RequestError if it could never run, even alone."""
@@ -145,6 +149,10 @@ class Scheduler:
         """Enter a step's results: tokens become committed, full pages known, responses longer or finished."""
         for span, result in zip(step.spans, results, strict=True):
             sequence = span.sequence
+            if result.error is not None:
+                sequence.error = result.error
+                self.finish(sequence, "error")
+                continue
             self._count(span)
             sequence.computed = span.start + len(span.ids)
             sequence.furthest = max(sequence.furthest, sequence.computed)
@@ -152,6 +160,14 @@ class Scheduler:
             self._publish(sequence)
             if result.token_id is not None:
                 self._append(sequence, result.token_id, result)
+
+    def withdraw(self, step: Step) -> None:
+        """Take back a step that failed: what it wrote is unknown, so its sequences are computed again."""
+        computed = {span.sequence for span in step.spans}
+        targets = {copy.target for copy in step.copies}
+        for sequence in self.running[::-1]:
+            if sequence in computed or not targets.isdisjoint(sequence.pages):
+                self._preempt(sequence, _Plan(0))
 
     def check(self) -> None:
         """RuntimeError if any page is lost, doubled or wrongly counted."""

@@ -61,7 +61,8 @@ class Completion:
     text: decoded without special tokens, cut before a stop string. token_ids: every id drawn, the ending one included.
     text_tokens: how many leading ids lie wholly before what ended the response (EOS, stop id, stop string; all at
     "length").
-    finish_reason: "stop" (EOS, stop id, stop string), "length" (max_tokens or window) or "abort".
+    finish_reason: "stop" (EOS, stop id, stop string), "length" (max_tokens or window), "abort" or "error".
+    error: with finish_reason "error" what went wrong with this request alone, such as logits that are not finite.
     logprobs: per token, log-softmax of logits / temperature (of the logits at temperature 0), before all filters, in
     nats.
     top_logprobs: per token the likeliest ones, if asked for. prompt_logprobs: per prompt token from the raw logits,
@@ -77,6 +78,7 @@ class Completion:
     prompt_logprobs: list[float | None] | None
     counters: Counters
     seconds: float
+    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -105,6 +107,7 @@ class Sequence:
     chain: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: str | None = None
+    error: str | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ def run(engine: Engine, test: Callable[[AsyncEngine], Coroutine[Any, Any, None]]
         try:
             await asyncio.wait_for(test(wrapper), timeout=60)
         finally:
+            await wrapper.aclose()
             await wrapper.aclose()
 
     asyncio.run(body())
@@ -104,8 +105,55 @@ def test_a_failing_step_reaches_every_reader(engine: Engine, monkeypatch: pytest
     run(engine, test)
 
 
-def test_closing_ends_what_is_under_way(tmp_path: Path, engine: Engine) -> None:
+def test_closing_ends_what_is_under_way_and_slow_readers_still_get_their_last_update(engine: Engine) -> None:
     async def test(wrapper: AsyncEngine) -> None:
-        await wrapper.add("The lamps", LONG)
+        async def slow_reader() -> str:
+            async for update in wrapper.stream("The lamps", LONG):
+                await asyncio.sleep(0.02)
+                if update.completion is not None:
+                    return update.completion.finish_reason
+            return "lost"
+
+        await wrapper.add("The harbour", LONG)
+        reader = asyncio.create_task(slow_reader())
+        await asyncio.sleep(0.1)
+        await wrapper.aclose()
+        with pytest.raises(RequestError, match="closed"):
+            await wrapper.add("The lamps", PARAMS)
+        assert await reader == "abort"
+
+    run(engine, test)
+
+
+def test_open_prompts_grow_while_others_run(engine: Engine) -> None:
+    ids = engine.tokenizer.encode_prompt("The harbour has 27 lamps.")
+    expected = engine.generate([ids], PARAMS)[0]
+
+    async def test(wrapper: AsyncEngine) -> None:
+        opened = await wrapper.add(ids[:4], PARAMS, is_open=True)
+        await wrapper.generate(["The lamps"], PARAMS)
+        await wrapper.extend(opened, ids[4:])
+        await wrapper.close(opened)
+        last = [update async for update in wrapper.updates(opened)][-1].completion
+        assert last is not None and last.token_ids == expected.token_ids
+        with pytest.raises(RequestError, match="not added here"):
+            await anext(wrapper.updates(opened))
+
+    run(engine, test)
+
+
+def test_cancelled_requests_leave_no_queues(engine: Engine) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        for wait in (0, 0.001, 0.01, 0.03) * 3:
+            task = asyncio.create_task(wrapper.generate(["The lamps", "The harbour"], LONG))
+            await asyncio.sleep(wait)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        del task
+        await wrapper.generate(["The keeper"], PARAMS)
+        await asyncio.sleep(0.1)
+        gc.collect()
+        # A traceback or the last step may hold one a little longer; 24 were cancelled.
+        assert len(wrapper._queues) <= 2
 
     run(engine, test)

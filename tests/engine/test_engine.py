@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from palimpsest import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, Segment
@@ -185,10 +187,11 @@ def test_what_cannot_be_served_is_refused_with_its_value(engine: Engine, folder:
         engine.generate(["a", "b"], [GREEDY])
     with pytest.raises(RequestError, match="stop_ids"):
         engine.generate(["a"], replace(GREEDY, stop_ids=(10**6,)))
-    with pytest.raises(RequestError, match="unfinished"):
-        engine.add("The lamps", GREEDY)
-        with engine.update():
-            pass
+    queued = engine.add("The lamps", GREEDY)
+    with pytest.raises(RequestError, match="unfinished"), engine.update():
+        pass
+    engine.abort(queued)
+    engine.step()
     with pytest.raises(ConfigError, match="max_context=99999 exceeds the model's window of 4096"):
         Engine(folder, replace(CONFIG, max_context=99999))
     with pytest.raises(ConfigError, match="kv_bytes=10 holds not even one page"):
@@ -210,3 +213,123 @@ def test_bfloat16_parameters_and_pages_run(folder: Path) -> None:
     rounded = engine.generate(["The lamps"], replace(GREEDY, max_tokens=1))[0]
     assert rounded.logprobs == pytest.approx(exact.logprobs, abs=0.1)
     assert rounded.logprobs != exact.logprobs
+
+
+def test_a_request_that_cannot_go_on_does_not_disturb_the_others(engine: Engine) -> None:
+    hopeless = replace(GREEDY, min_tokens=2, ignore_eos=False, stop_ids=tuple(range(engine.model.config.vocab_size)))
+    alone = engine.generate(["The lamps"], GREEDY)[0]
+    bad, good = engine.add("The harbour", hopeless), engine.add("The lamps", GREEDY)
+    updates = []
+    while engine.unfinished:
+        updates += engine.step()
+        engine.scheduler.check()
+    assert good.response == alone.token_ids
+    ended = {update.sequence: update.completion for update in updates if update.completion is not None}
+    assert ended[bad].finish_reason == "error" and "no token is left" in (ended[bad].error or "")
+    with pytest.raises(RequestError, match="prompt 1 failed after 0 tokens: no token is left"):
+        engine.generate(["The lamps", "The harbour"], [GREEDY, hopeless])
+    with pytest.raises(RequestError, match="no token is left"):
+        list(engine.stream("The harbour", hopeless))
+    assert not engine.unfinished
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(folder: Path) -> None:
+    engine = Engine(folder, CONFIG)
+    poisoned = engine.tokenizer.encode_prompt("x")[0]
+    with engine.update():
+        engine.model.model.embed_tokens.weight[poisoned].fill_(float("nan"))
+    scored = replace(GREEDY, prompt_logprobs=True)
+    for params in (GREEDY, scored):
+        good, bad = engine.add("The lamps", params), engine.add([poisoned, 5, 6], params)
+        while engine.unfinished:
+            engine.step()
+        assert (good.finish_reason, bad.finish_reason) == ("length", "error")
+
+
+def test_a_failed_step_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(folder, CONFIG)
+    expected = engine.generate(["The lamps", "The harbour"], GREEDY)
+    early, late = engine.stream("The lamps", replace(GREEDY, max_tokens=1)), engine.stream("The harbour", GREEDY)
+    next(late)
+    run = engine.runner.run
+
+    def fail(step: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(engine.runner, "run", fail)
+    with pytest.raises(MemoryError):
+        next(late)
+    monkeypatch.setattr(engine.runner, "run", run)
+    engine.scheduler.check()
+    assert next(early).completion.token_ids == expected[0].token_ids[:1]  # type: ignore[union-attr]
+    assert list(late)[-1].completion.token_ids == expected[1].token_ids  # type: ignore[union-attr]
+
+
+def test_a_stream_that_was_never_read_is_aborted_when_it_is_closed_or_let_go(engine: Engine) -> None:
+    engine.stream("The lamps", GREEDY).close()
+    engine.stream("The lamps", GREEDY)
+    with engine.stream("The lamps", GREEDY) as stream:
+        next(stream)
+    assert not engine.unfinished
+
+
+def test_updates_taken_by_somebody_else_are_an_error_not_a_hang(engine: Engine) -> None:
+    stream = engine.stream("The lamps", replace(GREEDY, max_tokens=1))
+    engine.step()
+    with pytest.raises(RequestError, match="handed out by another call"):
+        next(stream)
+
+
+def test_an_empty_open_sequence_disturbs_nobody(engine: Engine) -> None:
+    idle = engine.add(list(range(3, 38)), GREEDY, is_open=True)
+    for _ in range(3):
+        engine.step()
+    empty = engine.add([], GREEDY, is_open=True)
+    for _ in range(5):
+        engine.step()
+    assert idle.counters.preemptions == 0
+    engine.abort(idle)
+    engine.abort(empty)
+    engine.step()
+
+
+def test_an_engine_refuses_another_engines_sequences(engine: Engine, folder: Path) -> None:
+    other = Engine(folder, CONFIG)
+    foreign = other.add([3, 4], GREEDY, is_open=True)
+    for call in (lambda: engine.abort(foreign), lambda: engine.extend(foreign, [5]), lambda: engine.close(foreign)):
+        with pytest.raises(RequestError, match="another engine"):
+            call()
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], [b"abc"], [[None]], [3.5]])
+def test_prompts_of_other_types_are_refused(engine: Engine, prompts: object) -> None:
+    with pytest.raises(RequestError):
+        engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(RequestError):
+        engine.add("The lamps", {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(RequestError):
+        engine.add("The lamps", GREEDY, sample="x")  # type: ignore[arg-type]
+    assert not engine.unfinished
+
+
+def test_prompts_may_be_arrays_or_come_from_an_iterator(engine: Engine) -> None:
+    ids = [5, 6, 7]
+    listed = engine.generate([ids], GREEDY)[0]
+    for prompts in (torch.tensor([ids]), np.array([ids]), (part for part in [tuple(ids)])):
+        assert engine.generate(prompts, GREEDY)[0].token_ids == listed.token_ids  # type: ignore[arg-type]
+
+
+def test_the_weights_fingerprint_follows_the_weights_not_the_path(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    here, there = Engine(folder, CONFIG), Engine(moved, CONFIG)
+    assert here.describe()["weights"] == there.describe()["weights"]
+    with there.update():
+        there.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert here.describe()["weights"] != there.describe()["weights"]
+
+
+def test_pages_in_float64_need_plain_torch(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"KV pages, not torch\.float64"):
+        Engine(folder, replace(CONFIG, kv_dtype="float64", backend="cpu"))
+    assert Engine(folder, replace(CONFIG, kv_dtype="float64")).describe()["backend"] == "reference"
