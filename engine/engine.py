@@ -74,6 +74,7 @@ class Engine:
         model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
         self.model_path = loaded.source
         self.tokenizer = Tokenizer.load(loaded.folder)
+        self.tokenizer.check_ids(model.vocab_size)
         self.window = _window(config, model)
         ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window)
