@@ -114,7 +114,9 @@ class CpuDecoder:
         norm: _Parameter,
         /,
     ) -> None: ...
-    def add_layer(self, norms: list[_Parameter], linears: list[_Linear], key_pages: int, value_pages: int, /) -> None: ...
+    def add_layer(
+        self, norms: list[_Parameter], linears: list[_Linear], key_pages: int, value_pages: int, /
+    ) -> None: ...
     def run(
         self,
         ids: int,
