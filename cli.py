@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,23 +19,40 @@ __all__ = ["build_parser", "main"]
 BENCHES = ("decode", "prefill")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; -> exit code: 0, 2 after a mistake of the user (told on stderr), 130 after Ctrl-C."""
+    """Run one command; -> exit code: 0, 2 after a mistake of the user (told on stderr), 130 after Ctrl-C, 141 when
+    nobody reads its output any more."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # no answer is lost to an encoding that lacks one of its characters
+            stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = _show_warning
         try:
-            return _run(args)
+            return _flushed(_run(args))
+        except BrokenPipeError:
+            return _flushed(EXIT_BROKEN_PIPE)
         except PalimpsestError as error:
             print(f"palimpsest: {error}", file=sys.stderr)
-            return EXIT_ERROR
+            return _flushed(EXIT_ERROR)
         except KeyboardInterrupt:
             hint = "; --resume goes on from the trace" if getattr(args, "trace", None) else ""
             print(f"palimpsest: interrupted{hint}", file=sys.stderr)
             return EXIT_INTERRUPTED
+
+
+def _flushed(code: int) -> int:
+    """The exit code, with all output written; what cannot be is dropped here, or Python would try again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE if isinstance(error, BrokenPipeError) else EXIT_ERROR
+    return code
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from .config import AgentConfig, EngineConfig, SamplingParams
 from .defaults import embedded_model_path
 from .documents import Document, file_sha256, open_document
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
 from .memory_agent import MemoryAgent
 from .reading import Event, Reading, TextProgress, TurnEnded, TurnStarted
 from .trace import traced
@@ -35,18 +35,28 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and args.trace is None:
         raise ConfigError("--resume needs --trace FILE, the trace to go on with")
     console = Console(stderr=True, highlight=False, markup=False)
+    sha256 = None if args.trace is None else file_sha256(args.file)
     document = open_document(args.file)
-    model = args.model or embedded_model_path()
+    model = embedded_model_path() if args.model is None else args.model
     if args.model is None:
         console.print(f"model: {Path(model).name}, small and not trained as a memory agent; --model names another one")
     agent = make_agent(model, args)
-    with closing(_events(agent, document, args)) as events:
+    with closing(_events(agent, document, sha256, args)) as events:
         reading = Display(console, document).show(events)
-    if args.json:
-        print(json.dumps(_summary(agent, args, reading), ensure_ascii=False))
-    else:
-        print(_printable(reading.answer))
+    # JSON in ASCII: an encoding that lacks a character must not put an escape into it that JSON does not know
+    _print(json.dumps(_summary(agent, args, reading)) if args.json else _printable(reading.answer))
     return 0
+
+
+def _print(output: str) -> None:
+    try:
+        print(output, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RequestError(
+            f"cannot write to standard output ({error.strerror}); this was to be written:\n{output}"
+        ) from error
 
 
 def make_agent(model: str | Path, args: argparse.Namespace) -> MemoryAgent:
@@ -65,10 +75,11 @@ def make_agent(model: str | Path, args: argparse.Namespace) -> MemoryAgent:
     return MemoryAgent(Engine(model, engine_config), agent_config)
 
 
-def _events(agent: MemoryAgent, document: Document, args: argparse.Namespace) -> Generator[Event, None, None]:
+def _events(
+    agent: MemoryAgent, document: Document, sha256: str | None, args: argparse.Namespace
+) -> Generator[Event, None, None]:
     if args.trace is None:
         return agent.stream(document, args.question)
-    sha256 = file_sha256(args.file)
     return traced(agent, document, args.question, args.trace, resume=args.resume, document_sha256=sha256)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from .errors import ConfigError
 
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["AgentConfig", "EngineConfig", "SamplingParams", "from_mapping"]
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 DTYPES = ("float32", "bfloat16", "float64")
 BACKENDS = ("auto", "cpu", "reference")
@@ -24,17 +25,33 @@ ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Make a configuration dataclass from a mapping (parsed JSON or YAML).
+    """Make a configuration dataclass from a mapping (parsed JSON or YAML) whose values are as the class takes them.
 
     Raises ConfigError for a key that the class does not have, naming the nearest one.
     """
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise ConfigError(f"{cls.__name__} has no key {key!r}; {hint}")
     return cls(**values)
+
+
+class FrozenDict(dict[K, V]):
+    """A dict that nobody changes, so that a configuration that holds it can be hashed and shared."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[K, V]]]:
+        return type(self), (dict(self),)
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("a configuration does not change; make a new one with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -47,8 +64,12 @@ def _require_int(owner: str, name: str, value: object, low: int) -> None:
     _require(ok, f"{owner}.{name} must be a whole number of at least {low}, got {value!r}")
 
 
+def _require_bool(owner: str, name: str, value: object) -> None:
+    _require(isinstance(value, bool), f"{owner}.{name} must be True or False, got {value!r}")
+
+
 def _require_number(owner: str, name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     ok = ok and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
     bracket = "(" if open_low else "["
     _require(ok, f"{owner}.{name} must be a number in {bracket}{low}, {high}], got {value!r}")
@@ -56,6 +77,16 @@ def _require_number(owner: str, name: str, value: object, low: float, high: floa
 
 def _require_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     _require(value in choices, f"{owner}.{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _tuple(owner: str, name: str, value: object) -> tuple[Any, ...]:
+    _require(isinstance(value, (list, tuple)), f"{owner}.{name} must be a list or tuple, got {value!r}")
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def _frozen(owner: str, name: str, value: object) -> FrozenDict[Any, Any]:
+    _require(isinstance(value, Mapping), f"{owner}.{name} must be a mapping, got {value!r}")
+    return FrozenDict(value)  # type: ignore[call-overload, no-any-return]
 
 
 @dataclass(frozen=True)
@@ -74,7 +105,8 @@ class EngineConfig:
     max_context: window in tokens (prompt + response); None means the model's own.
     rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the
     model's.
-    threads: CPU threads for torch and the kernels (process-wide, as torch's setting is); None leaves torch's choice.
+    threads: CPU threads for torch and the kernels (process-wide, as torch's setting is), at most 1024; None leaves
+    torch's choice.
     """
 
     dtype: str = "float32"
@@ -88,6 +120,8 @@ class EngineConfig:
     max_context: int | None = None
     rope_scaling: Mapping[str, Any] | None = None
     threads: int | None = None
+
+    MOST_THREADS: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
         _require_choice("EngineConfig", "dtype", self.dtype, DTYPES)
@@ -105,7 +139,12 @@ class EngineConfig:
         for name in ("kv_bytes", "max_context", "threads"):
             if getattr(self, name) is not None:
                 _require_int("EngineConfig", name, getattr(self, name), 1)
+        _require(
+            self.threads is None or self.threads <= self.MOST_THREADS,
+            f"EngineConfig.threads must be at most {self.MOST_THREADS}, got {self.threads}",
+        )
         if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", _frozen("EngineConfig", "rope_scaling", self.rope_scaling))
             kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type"))
             _require_choice("EngineConfig", "rope_scaling['rope_type']", kind, (*ROPE_TYPES, "default"))
 
@@ -115,19 +154,20 @@ class SamplingParams:
     """How the tokens of one response are drawn.
 
     Filters apply in this order: penalties and bias, min_tokens, temperature, top_k, top_p, min_p.
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    temperature: 0 is greedy, else at least 1e-5, since logits divided by less overflow. top_k: 0 is off. top_p: 1 is
+    off. min_p: 0 is off.
     repetition_penalty: divides positive and multiplies negative logits of ids seen in prompt or response (CTRL, arXiv
     1909.05858).
     presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for ids of the response.
     logit_bias: added to the logits of the ids named.
-    stop: strings that end the response; the text is cut before the first of them. stop_ids: token ids that end it, as
-    EOS does.
+    stop: strings that end the response; the text is cut before the first of them. That text has no special tokens: to
+    stop at one of those name it in stop_ids. stop_ids: token ids that end the response, as EOS does.
     min_tokens: EOS and stop ids cannot be drawn before this many tokens; stop strings are not looked for.
     ignore_eos: EOS is a token like any other.
     seed: with the sample index, the turn index and the index in the response it fixes each random number.
     top_logprobs: how many of the likeliest tokens to report per position, 0 for none.
-    prompt_logprobs: report the log-probability of each prompt token (raw logits); such a prompt is never taken from
-    the cache.
+    prompt_logprobs: report the log-probability of each prompt token (raw logits); at admission nothing of such a prompt
+    is taken from the cache.
     """
 
     temperature: float = 1.0
@@ -137,7 +177,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=FrozenDict)
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -148,15 +188,20 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     LARGEST_TOP_LOGPROBS: ClassVar[int] = 1024
+    LOWEST_TEMPERATURE: ClassVar[float] = 1e-5
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         owner = "SamplingParams"
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple(owner, "stop", self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_ids", _tuple(owner, "stop_ids", self.stop_ids))
+        object.__setattr__(self, "logit_bias", _frozen(owner, "logit_bias", self.logit_bias))
         _require_number(owner, "temperature", self.temperature, 0.0, 100.0)
+        _require(
+            self.temperature == 0 or self.temperature >= self.LOWEST_TEMPERATURE,
+            f"{owner}.temperature must be 0 (greedy) or at least {self.LOWEST_TEMPERATURE}, got {self.temperature}: "
+            "logits divided by less overflow",
+        )
         _require_number(owner, "top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_number(owner, "min_p", self.min_p, 0.0, 1.0)
         _require_number(owner, "repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
@@ -175,11 +220,14 @@ class SamplingParams:
             self.top_logprobs <= self.LARGEST_TOP_LOGPROBS,
             f"{owner}.top_logprobs must be at most {self.LARGEST_TOP_LOGPROBS}, got {self.top_logprobs}",
         )
+        for name in ("ignore_eos", "prompt_logprobs"):
+            _require_bool(owner, name, getattr(self, name))
         for text in self.stop:
             _require(isinstance(text, str) and text != "", f"{owner}.stop must hold non-empty strings, got {text!r}")
-        for token in (*self.stop_ids, *self.logit_bias):
-            _require_int(owner, "stop_ids and logit_bias keys", token, 0)
+        for i, token in enumerate(self.stop_ids):
+            _require_int(owner, f"stop_ids[{i}]", token, 0)
         for token, bias in self.logit_bias.items():
+            _require_int(owner, "logit_bias key", token, 0)
             _require_number(owner, f"logit_bias[{token}]", bias, -1e4, 1e4)
 
 
@@ -191,7 +239,9 @@ class AgentConfig:
     template: how a turn asks for a memory; a name from templates.TEMPLATES or a Template.
     final_form: how the last turn asks for the answer; a name from templates.FINAL_FORMS or a Template.
     sampling: drawn for every turn; its max_tokens is replaced by memory_tokens or answer_tokens.
-    strip_thinking: a memory is what follows the last </think>, matched on token ids.
+    strip_thinking: a memory is what follows the last </think>, from the first token wholly after the tag on: line
+    breaks in one token with its end go with it. Without the tag, as when the limit cut the thinking, all of it is kept,
+    as in MemAgent's evaluation: an empty memory would lose everything read before.
     keep_turns: keep every turn's ids and text in the Reading; without it only counters stay in memory.
     """
 
@@ -207,7 +257,17 @@ class AgentConfig:
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "memory_tokens", "answer_tokens"):
             _require_int("AgentConfig", name, getattr(self, name), 1)
+        for name in ("strip_thinking", "keep_turns"):
+            _require_bool("AgentConfig", name, getattr(self, name))
         _require(
             isinstance(self.sampling, SamplingParams),
             f"AgentConfig.sampling must be SamplingParams, got {self.sampling!r}",
         )
+        _require(
+            not self.sampling.top_logprobs and not self.sampling.prompt_logprobs,
+            "AgentConfig.sampling must leave out top_logprobs and prompt_logprobs: a Turn has no place for them",
+        )
+        from .templates import find_final, find_update  # a template is made of segments, which know SamplingParams
+
+        find_update(self.template)
+        find_final(self.final_form)

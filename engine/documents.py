@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import re
+import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from .errors import RequestError
+from .html_text import page_encoding, visible_lines
 
 __all__ = ["STDIN", "Document", "file_sha256", "open_document"]
 
@@ -21,12 +25,6 @@ PIECE_BYTES = 1 << 13
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown")
 HTML_SUFFIXES = (".html", ".htm")
 PDF_SUFFIX = ".pdf"
-# Tags that end a line of text; all others stand within one.
-BLOCKS = re.compile(
-    "^(address|article|aside|blockquote|br|d[dlt]|div|fig(ure|caption)|footer|form|h[1-6]|header|hr|li|main|nav|ol|p|pre|"
-    "section|table|td|th|title|tr|ul)$"
-)
-INVISIBLE = ("script", "style", "template", "noscript")
 
 
 class Document(Iterator[str]):
@@ -51,28 +49,48 @@ def open_document(path: str | Path) -> Document:
     """Open a file, or standard input as "-", to be read as text in pieces.
 
     Text (UTF-8) is read piece by piece, PDF page by page, HTML whole; standard input is taken as text. Bytes that
-    are not UTF-8 become U+FFFD, with a warning that counts them. Raises RequestError for a file that is missing,
-    unreadable or of another kind, and for a reader that is not installed.
+    are not UTF-8 become U+FFFD, with a warning that counts them. Raises RequestError for what is no path, for a file
+    that is missing, unreadable or of another kind, and for a reader that is not installed.
     """
     if str(path) == STDIN:
         return Document("standard input", None, partial(_text, sys.stdin.buffer))
-    path = Path(path)
+    path = _path(path)
+    status = _status(path)
     read = _reader(path)
-    try:
-        size = path.stat().st_size
+    with _reading(path):
         file = path.open("rb")
-    except OSError as error:
-        raise RequestError(f"cannot read the document {path}: {error.strerror}") from error
-    return Document(str(path), size, partial(read, file))
+    return Document(str(path), status.st_size if stat.S_ISREG(status.st_mode) else None, partial(read, file))
 
 
 def file_sha256(path: str | Path) -> str | None:
-    """SHA-256 of a document's file in hexadecimal, None for standard input. Raises RequestError if unreadable."""
+    """SHA-256 of a document's file in hexadecimal, None for standard input.
+
+    Raises RequestError if it is unreadable, or no regular file: what a pipe gives it gives once.
+    """
     if str(path) == STDIN:
         return None
+    path = _path(path)
+    if not stat.S_ISREG(_status(path).st_mode):
+        raise RequestError(f"{path} is no regular file, and a trace knows a document by its bytes; copy it into a file")
+    with _reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
+        raise RequestError(f"a document is opened by a path, a str or Path without NUL characters; got {path!r}")
+    return Path(path)
+
+
+def _status(path: Path) -> os.stat_result:
+    with _reading(path):
+        return path.stat()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with Path(path).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        yield
     except OSError as error:
         raise RequestError(f"cannot read the document {path}: {error.strerror}") from error
 
@@ -84,7 +102,6 @@ def _reader(path: Path) -> Callable[[BinaryIO, Document], Iterator[str]]:
     if suffix in TEXT_SUFFIXES:
         return _text
     if suffix in HTML_SUFFIXES:
-        _require("bs4", "beautifulsoup4", path)
         return _html
     if suffix == PDF_SUFFIX:
         _require("pypdf", "pypdf", path)
@@ -121,22 +138,18 @@ def _text(file: BinaryIO, document: Document) -> Iterator[str]:
 
 
 def _html(file: BinaryIO, document: Document) -> Iterator[str]:
-    from bs4 import BeautifulSoup
-    from bs4.element import NavigableString
-
     with file:
-        soup = BeautifulSoup(file.read(), "html.parser")
-    if soup.contains_replacement_characters:
-        warnings.warn(f"{document.name}: some bytes do not fit its encoding and were replaced by U+FFFD", stacklevel=2)
-    for tag in soup(INVISIBLE):
-        tag.decompose()
-    for node in soup.find_all(string=True):
-        if type(node) is NavigableString and node.find_parent("pre") is None:  # not a comment, whose type is a subclass
-            node.replace_with(re.sub(r"\s+", " ", node))
-    for tag in soup(BLOCKS):
-        tag.insert_before("\n")
-        tag.insert_after("\n")
-    text = "\n".join(line.strip() for line in soup.get_text().split("\n") if line.strip())
+        data = file.read()
+    encoding = page_encoding(data)
+    try:
+        page = data.decode(encoding)
+    except UnicodeError:
+        warnings.warn(f"{document.name}: some bytes are not {encoding} and were replaced by U+FFFD", stacklevel=2)
+        page = data.decode(encoding, "replace")
+    try:
+        text = "\n".join(visible_lines(page))
+    except ValueError as error:  # a character reference of thousands of digits
+        raise RequestError(f"{document.name} cannot be read as HTML: {error}") from error
     document.total = len(text)
     for start in range(0, len(text), PIECE_BYTES):
         piece = text[start : start + PIECE_BYTES]

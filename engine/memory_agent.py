@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from array import array
-from collections.abc import Generator, Iterable
+from bisect import bisect_left
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,7 @@ class MemoryReading:
         self._agent = agent
         self._question = agent.tokenizer.encode(question)
         self.chunk_tokens = agent.chunk_size(len(self._question))
-        pieces = [document] if isinstance(document, str) else document
-        self._chunks = Chunks(agent.tokenizer.encode_pieces(pieces), self.chunk_tokens)
+        self._chunks = Chunks(agent.tokenizer.encode_pieces(_pieces(document)), self.chunk_tokens)
         self._chunk = array("i")
         self._turns: list[Turn] = []
         self._answer: str | None = None
@@ -77,7 +77,9 @@ class MemoryReading:
         if turn.kind == "final":
             self._answer = turn.text
             return
-        self.memory = memory_ids(turn, self._agent.think_end)
+        self.memory = memory_ids(turn)
+        if self._agent.config.strip_thinking:
+            self.memory = after_thinking(self.memory, self._agent.tokenizer)
         self.counters.document_tokens += len(self._chunk)
         self.counters.truncated_memories += turn.finish_reason == "length"
         self.counters.empty_memories += not self.memory
@@ -115,24 +117,22 @@ class MemoryAgent:
     """
 
     def __init__(self, engine: Engine, config: AgentConfig | None = None) -> None:
-        """Raises ConfigError for an unknown template and for sampling that a turn has no place to report."""
-        self.config = config or AgentConfig()
-        sampling = self.config.sampling
-        if sampling.top_logprobs or sampling.prompt_logprobs:
-            raise ConfigError("a Turn has no top_logprobs or prompt_logprobs: leave them out of AgentConfig.sampling")
+        """Raises ConfigError for a model without a chat template, or with one that changes what a user says."""
+        self.config = AgentConfig() if config is None else config
+        if not isinstance(self.config, AgentConfig):
+            raise ConfigError(f"a memory agent's configuration is an AgentConfig, got {config!r}")
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.update_prompt = TokenTemplate(find_update(self.config.template), engine.tokenizer)
         self.final_prompt = TokenTemplate(find_final(self.config.final_form), engine.tokenizer)
-        self.update_params = dataclasses.replace(sampling, max_tokens=self.config.memory_tokens)
-        self.final_params = dataclasses.replace(sampling, max_tokens=self.config.answer_tokens)
+        self.update_params = dataclasses.replace(self.config.sampling, max_tokens=self.config.memory_tokens)
+        self.final_params = dataclasses.replace(self.config.sampling, max_tokens=self.config.answer_tokens)
         self.first_memory = engine.tokenizer.encode(FIRST_MEMORY)
-        self.think_end = _think_end(engine.tokenizer) if self.config.strip_thinking else array("i")
 
     def read(self, document: str | Iterable[str], question: str) -> Reading:
         """Read a document, whole or as a stream of texts, and answer the question.
 
-        Raises RequestError when the window is too small for the question and limits, or when a turn is aborted.
+        Raises RequestError when the engine has no room for the question and limits, or when a turn fails.
         """
         return self.read_many([(document, question)])[0]
 
@@ -142,7 +142,7 @@ class MemoryAgent:
         A task's place in the list is its sample index, so that equal tasks draw different numbers.
         Raises as `read` does; an error in one ends them all.
         """
-        readings = [self.open(document, question) for document, question in tasks]
+        readings = [self.open(*_task(task)) for task in tasks]
         for _ in self._drive(readings):
             pass
         return [reading.result for reading in readings if reading.result is not None]
@@ -154,8 +154,8 @@ class MemoryAgent:
     def open(self, document: str | Iterable[str], question: str) -> MemoryReading:
         """A reading that nothing drives yet.
 
-        Raises RequestError for arguments of another type and when the window has no room for a chunk; warns when it has
-        room for less than chunk_tokens.
+        Raises RequestError for arguments of another type and when the engine has no room for a chunk; warns when it has
+        room for less than chunk_tokens. A piece of the document that is no str raises it when the piece is read.
         """
         if not isinstance(question, str):
             raise RequestError(f"the question must be a str, got {type(question).__name__}")
@@ -169,26 +169,29 @@ class MemoryAgent:
         yield from self._drive([reading])
 
     def chunk_size(self, question_tokens: int) -> int:
-        """Tokens per chunk for a question of this length: chunk_tokens, or with a warning what the window has room for.
+        """Tokens per chunk for a question of this length: chunk_tokens, or with a warning what the engine has room for.
 
         An update turn needs room for its fixed text, question, old memory, chunk and new memory.
         Raises RequestError when that leaves no token for the chunk, or when the final turn does not fit.
         """
-        config, window = self.config, self.engine.window
+        config, longest = self.config, self.engine.longest
+        limit, remedy = f"the window of {longest} tokens", ""
+        if longest < self.engine.window:
+            limit, remedy = f"the KV pool of {longest} tokens", "; or raise kv_bytes or kv_share of EngineConfig"
         memory = max(config.memory_tokens, len(self.first_memory))
         final = self.final_prompt.fixed_tokens + question_tokens + memory + config.answer_tokens
         others = self.update_prompt.fixed_tokens + question_tokens + memory + config.memory_tokens
         need = max(others + 1, final)
-        if need > window:
+        if need > longest:
             raise RequestError(
-                f"the window of {window} tokens is too small: with a question of {question_tokens}, a memory of "
+                f"{limit} is too small: with a question of {question_tokens}, a memory of "
                 f"{config.memory_tokens} and an answer of {config.answer_tokens} tokens a turn needs at least {need}; "
-                "shorten the question or lower memory_tokens or answer_tokens"
+                f"shorten the question or lower memory_tokens or answer_tokens{remedy}"
             )
-        room = window - others
+        room = longest - others
         if room < config.chunk_tokens:
             warnings.warn(
-                f"chunk_tokens={config.chunk_tokens} lowered to {room}: the window of {window} tokens also holds the "
+                f"chunk_tokens={config.chunk_tokens} lowered to {room}: {limit} also holds the "
                 f"question ({question_tokens}), the prompt's text ({self.update_prompt.fixed_tokens}), the old memory "
                 f"({memory}) and the new one ({config.memory_tokens})",
                 stacklevel=4,
@@ -227,37 +230,49 @@ class MemoryAgent:
                     yield start(index)
 
 
+def _task(task: object) -> tuple[str | Iterable[str], str]:
+    if not isinstance(task, (tuple, list)) or len(task) != 2:
+        raise RequestError(f"a task is a pair (document, question), got {task!r:.60}; read takes a single document")
+    document, question = task
+    return document, question
+
+
+def _pieces(document: str | Iterable[str]) -> Iterator[str]:
+    for piece in [document] if isinstance(document, str) else document:
+        if not isinstance(piece, str):
+            raise RequestError(f"a document's pieces are str, got {piece!r:.60}; decode bytes first")
+        yield piece
+
+
 def _ended(request: Request, completion: Completion) -> Turn:
-    if completion.finish_reason == "abort":
+    if completion.finish_reason in ("abort", "error"):
+        what = "was aborted" if completion.error is None else f"failed ({completion.error})"
         raise RequestError(
-            f"turn {request.index} ({request.kind}) was aborted after {len(completion.token_ids)} tokens, "
+            f"turn {request.index} ({request.kind}) {what} after {len(completion.token_ids)} tokens, "
             "so the reading has no answer; read again, or resume from a trace"
         )
     return Turn.of(request, completion)
 
 
-def memory_ids(turn: Turn, think_end: array[int]) -> array[int]:
+def memory_ids(turn: Turn) -> array[int]:
     """The memory that an update turn wrote, int32: its own ids, never re-tokenised, white space kept.
 
-    They end before the EOS or stop id, or with the last token wholly before the stop string. With `think_end` (int32
-    ids, empty to keep all) they begin after its last occurrence, if there is one.
+    They end before the first EOS or stop id, or with the last token wholly before the stop string. A special token that
+    the model drew earlier stays, as in MemAgent's training: in the next prompt it is the control token that it was.
     """
-    ids = turn.response_ids[: turn.text_tokens]
-    return ids[_after_last(ids, think_end) :]
+    return turn.response_ids[: turn.text_tokens]
 
 
-def _after_last(ids: array[int], mark: array[int]) -> int:
-    """Index just after the last occurrence of `mark` in `ids`; 0 without one."""
-    size = len(mark)
-    if not size:
-        return 0
-    return next((start + size for start in range(len(ids) - size, -1, -1) if ids[start : start + size] == mark), 0)
+def after_thinking(ids: array[int], tokenizer: Tokenizer) -> array[int]:
+    """The ids wholly after the last </think>; all of them without one. A token that the tag's end shares is left out.
 
+    The tag is looked for in the text, since many vocabularies spell it with its neighbours: "</", "think", ">\\n\\n".
+    """
 
-def _think_end(tokenizer: Tokenizer) -> array[int]:
-    """The ids of </think>: its own token where the model has one."""
-    own = tokenizer.id_of(THINK_END)
-    return tokenizer.encode(THINK_END) if own is None else array("i", [own])
+    def tags(length: int) -> int:
+        return tokenizer.decode(ids[:length], skip_special=False).count(THINK_END)
+
+    return ids[bisect_left(range(len(ids) + 1), tags(len(ids)), key=tags) :]
 
 
 def _finished(reading: MemoryReading) -> Reading:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
 from .sequence import Segment
 
 if TYPE_CHECKING:
@@ -129,10 +129,13 @@ class TokenTemplate:
     """
 
     def __init__(self, template: Template, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError when the chat template does not hand the message on whole, slots in order."""
+        """Raises ConfigError without a chat template, and when it doesn't hand the message on whole, slots in order."""
         marks = {slot: f"\ue000{slot.value}\ue001" for slot in template.slots}
         message = "".join(marks[part] if isinstance(part, Slot) else part for part in template.parts)
-        rendered = tokenizer.chat([{"role": "user", "content": message}])
+        try:
+            rendered = tokenizer.chat([{"role": "user", "content": message}])
+        except RequestError as error:
+            raise ConfigError(f"no prompt can be made for this model: {error}") from error
         pieces = re.split(f"({'|'.join(marks.values())})", rendered)
         if pieces[1::2] != list(marks.values()):
             raise ConfigError(

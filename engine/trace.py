@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -21,6 +22,11 @@ __all__ = ["FORMAT", "Trace", "traced"]
 
 FORMAT = 1
 TURN_FIELDS = tuple(field.name for field in dataclasses.fields(Turn))
+# Why a recorded prompt may differ, by the first segment that does.
+CAUSES = {
+    "head": "the chat template is another one, or it writes the date",
+    "chunk": "the document differs",
+}
 
 
 def traced(
@@ -38,9 +44,10 @@ def traced(
     Its turns yield no events; the document is read again, without the model, to check that their prompts come out the
     same. document_sha256: hash of the document's file, where there is one: goes into the header and is compared.
     Raises TraceError for a file that is in the way, is no trace, or belongs to something else; else as `open` does.
+    A file that is not a trace is never written to.
     """
-    header = make_header(agent, question, document_sha256)
     reading = agent.open(document, question)
+    header = make_header(agent, question, reading.chunk_tokens, document_sha256)
     trace = Trace.resume(path, header) if resume else Trace.create(path, header)
     return _run(agent, reading, trace)
 
@@ -55,14 +62,17 @@ def _run(agent: MemoryAgent, reading: MemoryReading, trace: Trace) -> Generator[
             yield event
 
 
-def make_header(agent: MemoryAgent, question: str, document_sha256: str | None) -> dict[str, Any]:
-    """First line of a trace: all that decides the answer, as plain JSON values."""
+def make_header(agent: MemoryAgent, question: str, chunk_tokens: int, document_sha256: str | None) -> dict[str, Any]:
+    """First line of a trace: all that decides the answer, as plain JSON values; and where the model lay.
+
+    chunk_tokens: what the reading takes per turn, which may be less than configured: the engine's room decides.
+    """
     header = {
         "format": FORMAT,
         "document_sha256": document_sha256,
         "question": question,
         "model": agent.engine.describe(),
-        "config": dataclasses.asdict(agent.config),
+        "config": dataclasses.asdict(agent.config) | {"chunk_tokens": chunk_tokens},
     }
     return cast(dict[str, Any], json.loads(json.dumps(header)))
 
@@ -77,7 +87,7 @@ class Trace:
     @classmethod
     def create(cls, path: str | Path, header: Mapping[str, Any]) -> Trace:
         """Start a trace. Raises TraceError if the file exists or cannot be written."""
-        path = Path(path)
+        path = _path(path)
         try:
             file = path.open("xb", buffering=0)
         except FileExistsError as error:
@@ -92,23 +102,30 @@ class Trace:
     def resume(cls, path: str | Path, header: Mapping[str, Any]) -> Trace:
         """Open a trace to go on with. A last line that was cut while being written is dropped from the file.
 
-        Raises TraceError if there is no such file, or its header differs from `header`: the message names what differs.
+        Raises TraceError if there is no such file, if its header differs from `header` (the message names what
+        differs), and if it has no whole line and is not what a cut `header` leaves.
         """
-        path = Path(path)
+        path = _path(path)
         try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise TraceError(f"cannot resume the trace {path}: it is no regular file; name the file of a trace")
             first, length = _whole_lines(path)
             file = path.open("r+b", buffering=0)
         except OSError as error:
             raise TraceError(
-                f"cannot resume the trace {path}: {error.strerror}; leave --resume to start one"
+                f"cannot resume the trace {path}: {error.strerror}; leave out --resume to start one"
             ) from error
         trace = cls(path, file)
         try:
-            if first:
+            if length:
                 _compare(path, _parse(first, path, 1), header)
+            elif not _line(header).startswith(first):
+                raise TraceError(
+                    f"{path} is no trace: it has no whole line, and what it has is no head of this trace's"
+                )
             file.truncate(length)
             file.seek(length)
-            if not first:
+            if not length:
                 trace._write(header)
         except BaseException:
             file.close()
@@ -136,7 +153,7 @@ class Trace:
                     yield _turn(_parse(line, self.path, number), self.path, number)
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        left = memoryview(json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        left = memoryview(_line(values))
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -145,13 +162,24 @@ class Trace:
             raise TraceError(f"cannot write the trace {self.path}: {error.strerror}") from error
 
 
+def _path(path: object) -> Path:
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
+        raise TraceError(f"a trace is named by a path, a str or Path without NUL characters; got {path!r}")
+    return Path(path)
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
 def _whole_lines(path: Path) -> tuple[bytes, int]:
     """The first line, and the bytes up to the last line break: a line without one was cut while being written."""
     first, length = b"", 0
     with path.open("rb") as file:
         for line in file:
+            first = first or line
             if line.endswith(b"\n"):
-                first, length = first or line, length + len(line)
+                length += len(line)
     return first, length
 
 
@@ -183,6 +211,7 @@ def _compare(path: Path, recorded: Mapping[str, Any], given: Mapping[str, Any]) 
             f"{path} is not a trace of format {FORMAT}: its first line has format {recorded.get('format')!r}"
         )
     found = dict(_differences(recorded, given))
+    found.pop("model.model", None)  # where it lies; which one it is say its fingerprints
     if found:
         details = "; ".join(f"{key} was {was!r} and is now {now!r}" for key, (was, now) in found.items())
         raise TraceError(
@@ -210,9 +239,9 @@ def _replay(reading: MemoryReading, turn: Turn, path: Path) -> None:
         )
     different = _first_difference(request, turn.prompt_ids)
     if different is not None:
+        cause = CAUSES.get(different, "the chat template or the trace was changed")
         raise TraceError(
-            f"turn {turn.index} of {path} had another prompt, from its segment {different!r} on: "
-            f"{'the document differs' if different == 'chunk' else 'the chat template or the trace was changed'}; "
+            f"turn {turn.index} of {path} had another prompt, from its segment {different!r} on: {cause}; "
             "resume with the same document and model, or start a new trace"
         )
     reading.record(turn)

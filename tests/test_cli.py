@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -107,6 +108,8 @@ def test_ctrl_c_leaves_a_trace_that_resumes_to_the_same_answer(document, options
     [
         (["absent.txt", "q"], "cannot read the document absent.txt: No such file or directory"),
         (["DOCUMENT", "q", "--model", "absent"], "palimpsest: "),
+        (["DOCUMENT", "q", "--model", ""], "palimpsest: "),
+        (["DOCUMENT", "q", "--temperature", "1e-9"], "temperature must be 0 (greedy) or at least 1e-05"),
         (["DOCUMENT", "q", "--resume"], "--resume needs --trace FILE"),
         (["DOCUMENT", "q", "--final-form", "box"], "must be one of boxed, boxed_trained, therefore"),
         (
@@ -140,6 +143,46 @@ def test_unknown_and_abbreviated_options_are_refused(arguments, capsys):
 def test_warnings_are_one_line_on_stderr(document, options, capsys):
     assert main(["ask", document, QUESTION, *options, "--chunk-tokens", "5000"]) == 0
     assert "warning: chunk_tokens=5000 lowered to" in capsys.readouterr().err
+
+
+def shell(arguments, redirection, **environment):
+    """Run the real command in a shell; -> its exit code and what it wrote to standard output and standard error."""
+    command = shlex.join([sys.executable, "-m", "palimpsest", "ask", *arguments])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    script = f"set -o pipefail; {command} {redirection}"
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, check=False)
+    return done.returncode, done.stdout.decode("ascii"), done.stderr.decode("ascii")
+
+
+def test_an_encoding_that_lacks_characters_loses_no_answer(document, options):
+    question = "Qui a gardé le phare ? 🙂"
+    code, out, err = shell([document, question, *options, "--json"], "", PYTHONIOENCODING="ascii")
+    assert (code, json.loads(out)["question"]) == (0, question)
+    code, answer, err = shell([document, question, *options], "", PYTHONIOENCODING="ascii")
+    assert (code, "Traceback" in err) == (0, False)
+    expected = "".join(c for c in json.loads(out)["answer"] if c.isprintable() or c in "\n\t")
+    assert answer == expected.encode("ascii", "backslashreplace").decode() + "\n"
+
+
+def test_a_reader_that_went_away_is_no_traceback(document, options):
+    code, _, err = shell([document, QUESTION, *options], "| true", PYTHONIOENCODING="ascii")
+    assert code == 141
+    assert "answer: 8 tokens" in err
+    assert "Traceback" not in err and "BrokenPipe" not in err
+
+
+def test_an_answer_that_cannot_be_written_is_told(document, options):
+    code, _, err = shell([document, QUESTION, *options, "--json"], "> /dev/full", PYTHONIOENCODING="ascii")
+    assert code == 2
+    message, answer = err.split("palimpsest: cannot write to standard output")[1].splitlines()
+    assert message.startswith(" (No space left on device)")
+    assert "answer" in json.loads(answer)
+
+
+def test_a_trace_needs_a_document_that_can_be_read_again(tmp_path, options, capsys):
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert main(["ask", str(tmp_path / "pipe.txt"), QUESTION, *options, "--trace", str(tmp_path / "t.jsonl")]) == 2
+    assert "is no regular file" in capsys.readouterr().err
 
 
 def test_help_does_not_wait_for_torch():

@@ -24,11 +24,23 @@ class Update:
 
 
 class ScriptedEngine:
-    """One token per step for each sequence, from `respond(sequence)`: ids that end with an EOS or at max_tokens."""
+    """One token per step for each sequence, from `respond(sequence)`: ids that end with an EOS or at max_tokens.
 
-    def __init__(self, tokenizer: Tokenizer, respond: Callable[[Sequence], Iterable[int]], window: int = 4096) -> None:
+    pool_tokens: what its KV pool would hold; None for a whole window.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        respond: Callable[[Sequence], Iterable[int]],
+        window: int = 4096,
+        pool_tokens: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.window = window
+        self.longest = window if pool_tokens is None else min(window, pool_tokens)
+        self.model_path = "scripted"
+        self.weights = "of the script"
         self.added: list[tuple[Sequence, list[Segment]]] = []
         self.aborted: list[Sequence] = []
         self._respond = respond
@@ -73,7 +85,12 @@ class ScriptedEngine:
             self._undelivered = [update for update in self._undelivered if update.sequence not in sequences]
 
     def describe(self) -> dict[str, Any]:
-        return {"model": "scripted", "tokenizer": self.tokenizer.fingerprint(), "window": self.window}
+        return {
+            "model": self.model_path,
+            "weights": self.weights,
+            "tokenizer": self.tokenizer.fingerprint(),
+            "window": self.window,
+        }
 
     def _advance(self, sequence: Sequence) -> Update:
         script, stream = self._live[sequence]

@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import os
 import sys
+import threading
 import warnings
 
 import pytest
@@ -84,6 +86,16 @@ def test_html_encoding_is_taken_from_the_page(tmp_path):
     path = tmp_path / "latin.htm"
     path.write_bytes('<meta charset="iso-8859-1"><p>Größe</p>'.encode("latin-1"))
     assert "".join(open_document(path)) == "Größe"
+    path.write_bytes(b"<p>caf\xe9</p>")
+    with pytest.warns(UserWarning, match="some bytes are not utf-8"):
+        assert "".join(open_document(path)) == "caf\ufffd"
+
+
+def test_html_that_python_cannot_count_is_refused(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text("&#" + "9" * 5000)
+    with pytest.raises(RequestError, match="cannot be read as HTML"):
+        list(open_document(path))
 
 
 def _pdf_bytes(*lines):
@@ -145,14 +157,31 @@ def test_missing_file_directory_and_unknown_suffix(tmp_path):
         open_document(tmp_path / "sheet.xlsx")
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "package"), [("a.pdf", "pypdf", "pypdf"), ("a.html", "bs4", "beautifulsoup4")]
-)
-def test_a_missing_reader_is_named_with_its_command(tmp_path, monkeypatch, name, module, package):
-    monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / name).touch()
-    with pytest.raises(RequestError, match=f"pip install {package}"):
-        open_document(tmp_path / name)
+def test_a_missing_reader_is_named_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    (tmp_path / "a.pdf").touch()
+    with pytest.raises(RequestError, match="pip install pypdf"):
+        open_document(tmp_path / "a.pdf")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"a.txt", "a\0.txt"])
+def test_what_is_no_path_is_refused(path):
+    for read in (open_document, file_sha256):
+        with pytest.raises(RequestError, match="a document is opened by a path"):
+            read(path)
+
+
+def test_a_pipe_has_no_size_and_no_hash(tmp_path):
+    path = tmp_path / "pipe.txt"
+    os.mkfifo(path)
+    with pytest.raises(RequestError, match=r"pipe\.txt is no regular file"):
+        file_sha256(path)
+    writer = threading.Thread(target=path.write_text, args=("once",))
+    writer.start()
+    document = open_document(path)
+    assert document.total is None
+    assert "".join(document) == "once"
+    writer.join()
 
 
 def test_sha256_is_that_of_the_bytes(tmp_path):

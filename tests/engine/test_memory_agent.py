@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import json
 from array import array
 
 import pytest
 from palimpsest.engine.config import AgentConfig, SamplingParams
 from palimpsest.engine.errors import ConfigError, RequestError
-from palimpsest.engine.memory_agent import MemoryAgent
+from palimpsest.engine.memory_agent import MemoryAgent, after_thinking
 from palimpsest.engine.reading import Answered, Chunks, TextProgress, TurnEnded, TurnStarted
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.tests.engine.scripted_engine import ScriptedEngine
@@ -128,22 +129,57 @@ def test_stop_ids_and_special_tokens_end_a_memory(tokenizer):
     assert prompts(engine)[1]["memory"] == tokenizer.encode("kept ")
 
 
+@pytest.fixture(scope="module")
+def crossing_tokenizer(tmp_path_factory):
+    """A vocabulary without a token for the tag, and merges across its ends, as Qwen2.5 has."""
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("crossing"), "qwen2")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    model = definition["model"]
+    for pair in ((".", "<"), (".<", "/"), (">", "Ċ"), (">Ċ", "Ċ")):  # Ċ is how a byte-level vocabulary writes \n
+        model["merges"].insert(0, list(pair))
+        model["vocab"].setdefault("".join(pair), len(model["vocab"]) + 9)
+    model["merges"].sort(key=lambda merge: len("".join(merge)) if merge[0][0] in ".>" else 0)
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return Tokenizer.load(folder)
+
+
 @pytest.mark.parametrize(
     ("said", "memory"),
-    [("<think>a</think>b</think>\n kept ", "\n kept "), ("no tag", "no tag"), ("all thought</think>", "")],
+    [
+        ("<think>a</think>b</think>\n kept ", "\n kept "),
+        ("<think>a lamp.</think>\n\nkept 中🙂", "kept 中🙂"),
+        ("no tag", "no tag"),
+        ("<think>cut at its lim", "<think>cut at its lim"),
+        ("all thought</think>", ""),
+    ],
 )
-def test_thinking_is_stripped_on_request(tokenizer, said, memory):
-    pieces = said.split("</think>")
-    ids = array("i")
-    for number, piece in enumerate(pieces):
-        ids.extend(tokenizer.encode(piece))
-        if number < len(pieces) - 1:
-            ids.extend(tokenizer.encode("</think>"))
+def test_thinking_is_stripped_on_request(crossing_tokenizer, said, memory):
+    tokenizer, ids = crossing_tokenizer, crossing_tokenizer.encode(said)
     config = dataclasses.replace(CONFIG, memory_tokens=60)
-    for strip, expected in ((True, tokenizer.encode(memory)), (False, ids)):
+    for strip, expected in ((True, memory.lstrip("\n")), (False, said)):
         engine = ScriptedEngine(tokenizer, lambda sequence: [*ids, *tokenizer.eos_ids])
         MemoryAgent(engine, dataclasses.replace(config, strip_thinking=strip)).read("text", QUESTION)
-        assert prompts(engine)[1]["memory"] == expected
+        kept = prompts(engine)[1]["memory"]
+        assert kept == ids[len(ids) - len(kept) :]
+        assert tokenizer.decode(kept).lstrip("\n") == expected
+
+
+def test_a_token_that_the_tag_shares_goes_with_it(crossing_tokenizer):
+    tokenizer = crossing_tokenizer
+    ids = tokenizer.encode("thought.</think>\n\nkept")
+    spelled = [tokenizer.decode([token]) for token in ids]
+    assert ".</" in spelled and ">\n\n" in spelled
+    assert after_thinking(ids, tokenizer) == ids[spelled.index(">\n\n") + 1 :]
+
+
+def test_a_tag_with_a_token_of_its_own(tmp_path):
+    folder = make_tokenizer_folder(tmp_path, "qwen2")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    own = max(token["id"] for token in definition["added_tokens"]) + 1
+    definition["added_tokens"].append(definition["added_tokens"][0] | {"id": own, "content": "</think>"})
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer = Tokenizer.load(folder)
+    assert after_thinking(array("i", [5, own, 6, own, 7, 8]), tokenizer) == array("i", [7, 8])
 
 
 def test_special_token_text_stays_text(tokenizer):
@@ -173,6 +209,17 @@ def test_a_chunk_is_clamped_to_what_the_window_holds(tokenizer):
         MemoryAgent(engine, config).read(document_of(tokenizer, 40), QUESTION)
     assert [len(prompt["chunk"]) for prompt in prompts(engine)[:-1]] == [15, 15, 10]
     assert max(len(sequence.tokens) for sequence, _ in engine.added) == engine.window
+
+
+def test_a_pool_smaller_than_the_window_clamps_too(tokenizer):
+    config = dataclasses.replace(CONFIG, chunk_tokens=5000)
+    engine = ScriptedEngine(tokenizer, says(tokenizer, "word " * 40), pool_tokens=400)
+    with pytest.warns(UserWarning, match=r"lowered to \d+: the KV pool of 400 tokens also holds"):
+        MemoryAgent(engine, config).read(document_of(tokenizer, 200), QUESTION)
+    assert max(len(sequence.tokens) for sequence, _ in engine.added) == 400
+    engine = ScriptedEngine(tokenizer, says(tokenizer, "m"), pool_tokens=200)
+    with pytest.raises(RequestError, match=r"the KV pool of 200 tokens is too small: .* raise kv_bytes or kv_share"):
+        MemoryAgent(engine, config).read("text", QUESTION)
 
 
 def test_a_window_without_room_is_refused_before_any_turn(tokenizer):
@@ -315,7 +362,47 @@ def test_a_document_is_text(tokenizer, document):
         agent.read("text", document)
 
 
-def test_sampling_that_no_turn_reports_is_refused(tokenizer):
-    for sampling in (SamplingParams(top_logprobs=1), SamplingParams(prompt_logprobs=True)):
-        with pytest.raises(ConfigError, match="a Turn has no top_logprobs"):
-            MemoryAgent(ScriptedEngine(tokenizer, says(tokenizer, "m")), AgentConfig(sampling=sampling))
+@pytest.mark.parametrize("piece", [b"bytes", 3, None, ["text"]])
+def test_the_pieces_of_a_document_are_text(tokenizer, piece):
+    agent = MemoryAgent(ScriptedEngine(tokenizer, says(tokenizer, "m")), CONFIG)
+    with pytest.raises(RequestError, match="a document's pieces are str, got"):
+        agent.read(["text", piece], QUESTION)
+
+
+@pytest.mark.parametrize("task", ["ab", "abc", ("text",), 3, None])
+def test_tasks_are_pairs(tokenizer, task):
+    agent = MemoryAgent(ScriptedEngine(tokenizer, says(tokenizer, "m")), CONFIG)
+    with pytest.raises(RequestError, match=r"a task is a pair \(document, question\), got"):
+        agent.read_many([task])
+
+
+def test_a_failed_turn_is_an_error(tokenizer, monkeypatch):
+    engine = ScriptedEngine(tokenizer, says(tokenizer, "memory"))
+    step = engine.step
+
+    def failing():
+        return [
+            dataclasses.replace(
+                update,
+                completion=update.completion
+                and dataclasses.replace(update.completion, finish_reason="error", error="logits are not finite"),
+            )
+            for update in step()
+        ]
+
+    monkeypatch.setattr(engine, "step", failing)
+    with pytest.raises(RequestError, match=r"turn 0 \(update\) failed \(logits are not finite\)"):
+        MemoryAgent(engine, CONFIG).read("text", QUESTION)
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path):
+    folder = make_tokenizer_folder(tmp_path, "qwen2")
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = Tokenizer.load(folder)
+    with pytest.raises(ConfigError, match=r"no prompt can be made for this model: .* chat_template\.jinja"):
+        MemoryAgent(ScriptedEngine(tokenizer, says(tokenizer, "m")), CONFIG)
+
+
+def test_a_configuration_of_another_type_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"is an AgentConfig, got \{\}"):
+        MemoryAgent(ScriptedEngine(tokenizer, says(tokenizer, "m")), {})

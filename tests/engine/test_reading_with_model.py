@@ -114,5 +114,4 @@ def test_memory_stays_flat_over_300_000_tokens(model):
             if event.document_tokens >= 300_000:
                 break
     assert len(resident) == 150
-    print([r>>20 for r in resident])
     assert max(resident[4:]) <= 1.05 * resident[4]

@@ -143,7 +143,7 @@ def test_a_changed_chat_template_is_found_in_the_prompts(whole, tokenizer, monke
     path, _ = whole
     chat = tokenizer.chat
     monkeypatch.setattr(tokenizer, "chat", lambda messages: chat(messages).replace("Qwen", "Qwen 2"))
-    with pytest.raises(TraceError, match="segment 'head' on: the chat template or the trace was changed"):
+    with pytest.raises(TraceError, match="segment 'head' on: the chat template is another one, or it writes the date"):
         read(make_agent(tokenizer), path, resume=True, document_sha256="abc")
 
 
@@ -177,6 +177,53 @@ def test_a_file_in_the_way_and_a_missing_one_are_refused(whole, tokenizer, tmp_p
         read(make_agent(tokenizer), tmp_path / "absent.jsonl", resume=True)
     with pytest.raises(TraceError, match="cannot write the trace"):
         read(make_agent(tokenizer), tmp_path / "absent" / "trace.jsonl")
+
+
+@pytest.mark.parametrize("content", [b"my only copy", b'{"format": 1', b"a line\nmore", b'{"format": 1}\n'])
+def test_a_file_that_is_no_trace_is_never_written_to(tokenizer, tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    if content == b'{"format": 1':  # what a kill in the middle of the first line leaves of a trace
+        assert read(make_agent(tokenizer), path, resume=True).answer
+        return
+    with pytest.raises(TraceError, match=r"is no trace|is not JSON|belongs to another"):
+        read(make_agent(tokenizer), path, resume=True)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("path", [None, 3, "a\0"])
+def test_what_is_no_path_is_refused(tokenizer, path):
+    for resume in (False, True):
+        with pytest.raises(TraceError, match="a trace is named by a path"):
+            read(make_agent(tokenizer), path, resume=resume)
+
+
+def test_a_pipe_is_no_trace(tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="no regular file"):
+        read(make_agent(tokenizer), tmp_path / "pipe", resume=True)
+
+
+def test_a_model_may_move_but_not_change(whole, tokenizer):
+    path, reading = whole
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    changed = make_agent(tokenizer)
+    changed.engine.weights = "of another model"
+    with pytest.raises(TraceError, match=r"model\.weights was 'of the script' and is now 'of another model'"):
+        read(changed, path, resume=True, document_sha256="abc")
+    moved = make_agent(tokenizer)
+    moved.engine.model_path = "/elsewhere"
+    assert read(moved, path, resume=True, document_sha256="abc").answer == reading.answer
+
+
+def test_a_chunk_size_that_the_pool_lowered_is_recorded(tokenizer, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    agent = make_agent(tokenizer)
+    agent.engine.longest = agent.update_prompt.fixed_tokens + len(tokenizer.encode(QUESTION)) + 2 * 40 + 70
+    with pytest.warns(UserWarning, match="chunk_tokens=80 lowered to"):
+        read(agent, path)
+    with pytest.raises(TraceError, match=r"config\.chunk_tokens was 70 and is now 80"):
+        read(make_agent(tokenizer), path, resume=True)
 
 
 def test_a_full_disk_is_an_error_before_the_turn_is_reported(tokenizer, tmp_path, monkeypatch):
