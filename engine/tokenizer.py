@@ -44,8 +44,9 @@ class Tokenizer:
         self._chat_template = chat_template
         self._whole = _build(definition)
         try:
-            parts = without_prefix(json.loads(self._whole.to_str()))  # the library's own spelling: every key is there
-            self._pieces = _build(json.dumps(parts, ensure_ascii=False))
+            whole = json.loads(self._whole.to_str())  # the library's own spelling: every key is there
+            parts = without_prefix(whole)
+            self._pieces = self._whole if parts == whole else _build(json.dumps(parts, ensure_ascii=False))
             self._plain = _build(json.dumps(without_added_tokens(parts), ensure_ascii=False))
             self._words_end_pieces = _words_end_pieces(parts)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
