@@ -78,7 +78,6 @@ def run(chosen: Options) -> Report:
     model = str(embedded_model_path()) if chosen.model is None else chosen.model
     engines = {dtype: _engine(model, dtype, works, chosen.threads) for dtype in DTYPES}
     probe = Probe()
-    machine = describe_machine(probe.isa, probe.measure())
     rows, targets = [], []
     with chosen.start_peers() as peers:
         for work in works:
@@ -92,7 +91,7 @@ def run(chosen: Options) -> Report:
                     _profile(engine, work)
     if not chosen.quick:
         targets += [_memory_target(model, dtype, chosen.threads) for dtype in engines]
-    return Report("decode", machine, rows, targets)
+    return Report("decode", describe_machine(probe.isa, probe.best), rows, targets)
 
 
 def _engine(model: str, dtype: str, works: Sequence[Work], threads: int) -> Ours:

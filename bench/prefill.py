@@ -36,7 +36,6 @@ def run(chosen: Options) -> Report:
     model = str(embedded_model_path()) if chosen.model is None else chosen.model
     ours = Ours(model, VARIANTS["float32"], sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads)
     probe = Probe()
-    machine = describe_machine(probe.isa, probe.measure())
     rows, targets = [], []
     with chosen.start_peers() as peers:
         for length in lengths:
@@ -46,7 +45,7 @@ def run(chosen: Options) -> Report:
             targets += _targets(length, linear, whole, others)
             if chosen.profile:
                 _profile(ours, length)
-    return Report("prefill", machine, rows, targets)
+    return Report("prefill", describe_machine(probe.isa, probe.best), rows, targets)
 
 
 def _entries(ours: Ours, peers: Sequence[Peer], length: int) -> list[Entry]:

@@ -44,10 +44,14 @@ def test_decode_finds_its_rivals_by_program_and_weights(tiny_model, peers_folder
         {"engine": "OpenVINO GenAI", "variant": "kv f32", "arguments": ["2"]},
         {"engine": "OpenVINO GenAI", "variant": "kv u8", "arguments": ["1"]},
         {"engine": "other", "arguments": ["1e-3"]},
+        {"engine": "half", "dtype": "float16", "kv_dtype": "float16"},  # nothing of ours is like it: not asked
     )
     assert decode.main([*options(tiny_model), "--peers", str(folder), "--profile"]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
+    theirs = [one["engine"] for one in found["rows"] if not one["engine"].startswith("palimpsest")]
+    assert theirs == ["OpenVINO GenAI kv f32", "OpenVINO GenAI kv u8", "other"]
+    assert found["machine"]["peak_gflop_per_s"] > 0
     seconds = {(one["engine"], one["dtype"]): one["seconds"] for one in found["rows"]}
     targets = {target["name"]: target["value"] for target in found["targets"]}
     # The faster of its two: a second a token, 12 tokens.
