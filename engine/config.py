@@ -50,8 +50,8 @@ class FrozenDict(dict[K, V]):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("a configuration does not change; make a new one with dataclasses.replace")
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 def _require(condition: bool, message: str) -> None:
