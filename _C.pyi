@@ -45,6 +45,7 @@ class CpuKernels:
         page_count: int,
         scale: float,
         out: int,
+        stats: int,
         /,
     ) -> None: ...
     def silu_product(
@@ -85,6 +86,48 @@ class CpuKernels:
         self, ids: int, weight: int, weight_bf16: bool, vocabulary: int, out: int, tokens: int, hidden: int, /
     ) -> None: ...
     def log_sum_exp(self, x: int, x_stride: int, out: int, rows: int, n: int, /) -> None: ...
+    def linear_input_grad(
+        self, dy: int, weight: int, weight_bf16: bool, dx: int, rows: int, in_: int, out: int, /
+    ) -> None: ...
+    def linear_weight_grad(self, dy: int, x: int, x_stride: int, dw: int, rows: int, in_: int, out: int, /) -> None: ...
+    def column_sums(self, x: int, out: int, rows: int, n: int, /) -> None: ...
+    def silu_product_grad(
+        self,
+        gate: int,
+        gate_stride: int,
+        up: int,
+        up_stride: int,
+        dy: int,
+        dgate: int,
+        dup: int,
+        rows: int,
+        n: int,
+        /,
+    ) -> None: ...
+    def log_sum_exp_grad(self, x: int, x_stride: int, result: int, dy: int, dx: int, rows: int, n: int, /) -> None: ...
+    def attention_backward(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        query_start: int,
+        kv_length: int,
+        rows: int,
+        rows_stride: int,
+        spans: int,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        stats: int,
+        out_grad: int,
+        delta: int,
+        query_grad: int,
+        key_grad: int,
+        value_grad: int,
+        /,
+    ) -> None: ...
     def multiply_add(self, repeats: int, /) -> float: ...
     def read_memory(self, data: int, n: int, /) -> float: ...
 

@@ -59,10 +59,10 @@ class CpuKernels {
     void paged_attention(Address query, Index query_stride, Address key_pages, Address value_pages, bool kv_bf16,
                          Address query_start, Address kv_length, Address pages, Index pages_stride, Index spans,
                          Index heads, Index kv_heads, Index head_dim, Index page_size, Index page_count, float scale,
-                         Address out) const {
+                         Address out, Address stats) const {
         palimpsest::cpu::AttentionPlan plan({nullptr, query_stride, nullptr, nullptr, kv_bf16, ints(query_start),
                                              ints(kv_length), ints(pages), pages_stride, spans, heads, kv_heads,
-                                             head_dim, page_size, page_count, scale, nullptr});
+                                             head_dim, page_size, page_count, scale, nullptr, floats_out(stats)});
         std::vector<float> scratch(plan.floats());
         plan.run(*table_, bytes(key_pages), bytes(value_pages), floats(query), floats_out(out), scratch.data());
     }
@@ -101,6 +101,56 @@ class CpuKernels {
     double multiply_add(Index repeats) const { return table_->multiply_add(repeats); }
 
     double read_memory(Address data, Index n) const { return table_->read_memory(floats(data), n); }
+
+    void linear_input_grad(Address dy, Address weight, bool weight_bf16, Address dx, Index rows, Index in,
+                           Index out) const {
+        table_->linear_input_grad(floats(dy), bytes(weight), weight_bf16, floats_out(dx), rows, in, out);
+    }
+
+    void linear_weight_grad(Address dy, Address x, Index x_stride, Address dw, Index rows, Index in, Index out) const {
+        table_->linear_weight_grad(floats(dy), floats(x), x_stride, floats_out(dw), rows, in, out);
+    }
+
+    void column_sums(Address x, Address out, Index rows, Index n) const {
+        table_->column_sums(floats(x), floats_out(out), rows, n);
+    }
+
+    void silu_product_grad(Address gate, Index gate_stride, Address up, Index up_stride, Address dy, Address dgate,
+                           Address dup, Index rows, Index n) const {
+        table_->silu_product_grad(floats(gate), gate_stride, floats(up), up_stride, floats(dy), floats_out(dgate),
+                                  floats_out(dup), rows, n);
+    }
+
+    void log_sum_exp_grad(Address x, Index x_stride, Address result, Address dy, Address dx, Index rows,
+                          Index n) const {
+        table_->log_sum_exp_grad(floats(x), x_stride, floats(result), floats(dy), floats_out(dx), rows, n);
+    }
+
+    void attention_backward(Address query, Address key, Address value, Address query_start, Address kv_length,
+                            Address rows, Index rows_stride, Index spans, Index tokens, Index heads, Index kv_heads,
+                            Index head_dim, float scale, Address stats, Address out_grad, Address delta,
+                            Address query_grad, Address key_grad, Address value_grad) const {
+        palimpsest::cpu::AttentionCall forward{floats(query),
+                                               heads * head_dim,
+                                               bytes(key),
+                                               bytes(value),
+                                               false,
+                                               ints(query_start),
+                                               ints(kv_length),
+                                               ints(rows),
+                                               rows_stride,
+                                               spans,
+                                               heads,
+                                               kv_heads,
+                                               head_dim,
+                                               1,
+                                               tokens,
+                                               scale,
+                                               floats_out(query_grad),
+                                               floats_out(stats)};
+        palimpsest::cpu::attention_backward(
+            *table_, {forward, floats(out_grad), floats(delta), floats_out(key_grad), floats_out(value_grad)});
+    }
 
   private:
     const palimpsest::cpu::Kernels* table_;
@@ -168,7 +218,13 @@ PYBIND11_MODULE(_C, m) {
         .def("embedding", &CpuKernels::embedding, Release())
         .def("log_sum_exp", &CpuKernels::log_sum_exp, Release())
         .def("multiply_add", &CpuKernels::multiply_add, Release())
-        .def("read_memory", &CpuKernels::read_memory, Release());
+        .def("read_memory", &CpuKernels::read_memory, Release())
+        .def("linear_input_grad", &CpuKernels::linear_input_grad, Release())
+        .def("linear_weight_grad", &CpuKernels::linear_weight_grad, Release())
+        .def("column_sums", &CpuKernels::column_sums, Release())
+        .def("silu_product_grad", &CpuKernels::silu_product_grad, Release())
+        .def("log_sum_exp_grad", &CpuKernels::log_sum_exp_grad, Release())
+        .def("attention_backward", &CpuKernels::attention_backward, Release());
     py::class_<CpuDecoder>(m, "CpuDecoder")
         .def(py::init<const std::string&, Index, Index, Index, Index, Index, Index, Index, Index, bool, float, float,
                       Address, Address, const ParameterArgument&, const ParameterArgument&>())

@@ -22,6 +22,7 @@ else:
     _kernels = _C.CpuKernels("best")
 
 __all__ = [
+    "attend",
     "embedding",
     "linear",
     "log_sum_exp",
@@ -105,9 +106,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float, stats: Tensor | None = None
+) -> Tensor:
     """float32 [T, heads, head_dim] over dense float32 or bfloat16 pages -> float32 [T, heads, head_dim].
 
+    stats: takes what the backward pass needs, float32 [T, heads, 2]: each row's largest score and sum of weights.
     Raises ValueError for other layouts, head_dim above 256, groups above 96 heads, and spans that leave their pages.
     """
     tokens, heads, head_dim = query.shape
@@ -117,6 +121,9 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
     ok = ok and key_pages.shape == value_pages.shape == (page_count, kv_heads, page_size, head_dim)
     ok = ok and head_dim <= LARGEST_HEAD and heads % kv_heads == 0 and heads // kv_heads <= LARGEST_GROUP
     _check(ok, "paged_attention", query, key_pages, value_pages)
+    if stats is not None:
+        ok = _is_rows(stats) and stats.is_contiguous() and stats.shape == (tokens, heads, 2)
+        _check(ok, "paged_attention", stats)
     tables = (spans.query_start, spans.kv_length, spans.pages)
     count = len(spans.kv_length)
     ok = all(t.dtype == torch.int32 and t.device.type == "cpu" and t.is_contiguous() for t in tables)
@@ -136,6 +143,7 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
         *(heads, kv_heads, head_dim, page_size, page_count),
         scale,
         out.data_ptr(),
+        0 if stats is None else stats.data_ptr(),
     )
     return out
 
@@ -183,6 +191,15 @@ def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
         *(value_pages.data_ptr(), key_pages.dtype == torch.bfloat16, slots.data_ptr()),
         *(tokens, kv_heads, page_count, page_size, head_dim),
     )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """write_kv, then paged_attention: see there."""
+    write_kv(key, value, key_pages, value_pages, slots)
+    return paged_attention(query, key_pages, value_pages, spans, scale)
 
 
 def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

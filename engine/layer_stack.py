@@ -43,7 +43,7 @@ class LayerStack:
     def fits(model: Decoder, pages: list[KVPages]) -> bool:
         """Whether the kernels run this model: their ops were chosen, and no linear layer was replaced from outside."""
         plain = all(type(linear) is Linear for layer in model.layers for linear in _linears(layer))
-        return model.ops.linear is cpu.linear and plain and pages[0].key.dtype in cpu.PARAMETER_DTYPES
+        return model.ops.backend == "cpu" and plain and pages[0].key.dtype in cpu.PARAMETER_DTYPES
 
     def __call__(self, batch: Batch) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""

@@ -90,8 +90,7 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query = ops.rotate(query, batch.positions, cos, sin)
         key = ops.rotate(key, batch.positions, cos, sin)
-        ops.write_kv(key, value, pages.key, pages.value, batch.slots)
-        out = ops.paged_attention(query, pages.key, pages.value, batch.spans, self.scale)
+        out = ops.attend(query, key, value, pages.key, pages.value, batch.slots, batch.spans, self.scale)
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
 

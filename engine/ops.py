@@ -1,8 +1,8 @@
 """Every op of the decoder once: its signature, its shape contract, and the choice of the backend that runs it.
 
 A backend is a module with functions of these names: `reference` (plain torch, the specification) and `cpu` (C++
-kernels). A backend may lack an op or a dtype; `select` fills the gap from the next one, so kernels can take their
-places one by one.
+kernels; `autograd` is the same with gradients). A backend may lack an op or a dtype; `select` fills the gap from the
+next one, so kernels can take their places one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import autograd, cpu, reference
 from .errors import ConfigError
 
 __all__ = ["Ops", "Spans", "select"]
@@ -58,18 +58,16 @@ class Ops(Protocol):
         checkpoints).
         """
 
-    def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-        """[T, kv_heads, head_dim] twice into pages [pages, kv_heads, page_size, head_dim] at int64 [T] slots.
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
+        spans: Spans, scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Write the rows' keys and values to their slots, then attend over the spans' pages.
 
-        slot = page * page_size + offset. Casts to the pages' dtype.
-        """
-
-    def paged_attention(
-        self, query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float
-    ) -> Tensor:
-        """[T, heads, head_dim] over the spans' pages -> [T, heads, head_dim].
-
-        softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head h // (heads / kv_heads).
+        query [T, heads, head_dim], key and value [T, kv_heads, head_dim], pages [pages, kv_heads, page_size, head_dim]
+        twice, slots int64 [T] -> [T, heads, head_dim]. slot = page * page_size + offset; writing casts to the pages'
+        dtype. softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head
+        h // (heads / kv_heads). With gradients, spans may read only slots that this batch writes.
         """
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -103,5 +101,6 @@ def select(backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: 
         raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
     if backend == "reference" or reason is not None:
         return _Selected("reference", functions)  # type: ignore[return-value]
-    functions |= {name: getattr(cpu, name) for name in OP_NAMES if hasattr(cpu, name)}
+    for kernels in (cpu, autograd):
+        functions |= {name: getattr(kernels, name) for name in OP_NAMES if hasattr(kernels, name)}
     return _Selected("cpu", functions)  # type: ignore[return-value]

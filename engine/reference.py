@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .ops import Spans
 
 __all__ = [
+    "attend",
     "embedding",
     "linear",
     "log_sum_exp",
@@ -50,6 +51,18 @@ def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     page, offset = slots // page_size, slots % page_size
     key_pages[page, :, offset] = key.to(key_pages.dtype)
     value_pages[page, :, offset] = value.to(value_pages.dtype)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    write_kv(key.detach(), value.detach(), key_pages, value_pages, slots)
+    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        # Autograd follows keys and values through a copy of the pages.
+        key_pages, value_pages = key_pages.clone(), value_pages.clone()
+        write_kv(key, value, key_pages, value_pages, slots)
+    return paged_attention(query, key_pages, value_pages, spans, scale)
 
 
 def _gather(pages: Tensor, numbers: Tensor, length: int) -> Tensor:

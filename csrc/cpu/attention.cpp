@@ -4,12 +4,11 @@
 #include <string>
 #include <vector>
 
+#include "attention_tasks.h"
 #include "team.h"
 
 namespace palimpsest::cpu {
-namespace {
-
-void check(const AttentionCall& c) {
+void check_spans(const AttentionCall& c) {
     for (Index i = 0; i < c.spans; i++) {
         Index tokens = c.query_start[i + 1] - c.query_start[i], length = c.kv_length[i];
         Index pages = (length + c.page_size - 1) / c.page_size;
@@ -23,7 +22,7 @@ void check(const AttentionCall& c) {
     }
 }
 
-std::vector<AttentionTask> cut_into_tasks(const AttentionCall& c) {
+std::vector<AttentionTask> attention_tasks(const AttentionCall& c) {
     std::vector<AttentionTask> tasks;
     Index most = std::max<Index>(1, kAttentionMaxRows / (c.heads / c.kv_heads));
     for (Index span = 0; span < c.spans; span++) {
@@ -35,6 +34,8 @@ std::vector<AttentionTask> cut_into_tasks(const AttentionCall& c) {
     return tasks;
 }
 
+namespace {
+
 Index tiles_of(const AttentionCall& c, const AttentionTask& task) {
     Index tokens = c.query_start[task.span + 1] - c.query_start[task.span];
     Index seen = c.kv_length[task.span] - tokens + task.first_token + task.tokens;
@@ -44,8 +45,8 @@ Index tiles_of(const AttentionCall& c, const AttentionTask& task) {
 }  // namespace
 
 AttentionPlan::AttentionPlan(const AttentionCall& c) : call_(c) {
-    check(c);
-    tasks_ = cut_into_tasks(c);
+    check_spans(c);
+    tasks_ = attention_tasks(c);
     Index count = Index(tasks_.size()), threads = max_threads(), tiles = 0;
     for (const AttentionTask& task : tasks_) tiles += tiles_of(c, task);
     // With many tasks each thread folds as it goes; with few, a task's tiles are dealt out and folded afterwards.

@@ -265,6 +265,13 @@ inline float* output_of(const AttentionCall& c, const AttentionTask& task, Index
     return c.out + (token * c.heads + task.kv_head * group + row % group) * c.head_dim;
 }
 
+// Writes a row's output and, for the backward pass, its largest score and the sum of its weights.
+inline void finish_row(const AttentionCall& c, const AttentionTask& task, Index row, const float* running) {
+    float* out = output_of(c, task, row);
+    write_output(running, out, c.head_dim);
+    if (c.stats) std::memcpy(c.stats + (out - c.out) / c.head_dim * 2, running, 2 * sizeof(float));
+}
+
 inline Index position_of(const AttentionCall& c, const AttentionTask& task, Index row) {
     Index tokens = c.query_start[task.span + 1] - c.query_start[task.span], group = c.heads / c.kv_heads;
     return c.kv_length[task.span] - tokens + task.first_token + row / group;
@@ -293,8 +300,7 @@ inline void attention_piece(const AttentionCall& c, const AttentionTask& task, I
     else
         attention_tiles<float>(c, task, rows, first_tile, last_tile, partials, running);
     if (partials) return;
-    for (Index i = 0; i < rows.count; i++)
-        write_output(running + i * attention_share(c.head_dim), output_of(c, task, i), c.head_dim);
+    for (Index i = 0; i < rows.count; i++) finish_row(c, task, i, running + i * attention_share(c.head_dim));
 }
 
 // Folds the shares of all tiles of a task and writes its outputs.
@@ -304,7 +310,7 @@ inline void attention_fold(const AttentionCall& c, const AttentionTask& task, co
         alignas(64) float running[kHeader + kMaxDim];
         for (Index tile = 0; tile * kTile <= position_of(c, task, i); tile++)
             fold(running, partials + (tile * rows + i) * stride, (stride - kHeader) / kWidth, tile == 0);
-        write_output(running, output_of(c, task, i), c.head_dim);
+        finish_row(c, task, i, running);
     }
 }
 

@@ -31,11 +31,27 @@ struct AttentionCall {
     Index pages_stride, spans, heads, kv_heads, head_dim, page_size, page_count;
     float scale;
     float* out;
+    float* stats = nullptr;  // for the backward pass: [T, heads, 2], each row's largest score and sum of weights
+};
+
+// The arguments of the gradient of ops.attend. The batch's own keys and values take the place of the pages: dense
+// float32 [T, kv_heads, head_dim], so a page is one row, and `pages` says which row holds each position of a span.
+struct AttentionGradCall {
+    AttentionCall forward;  // dense queries; stats as the forward pass left them; `out` takes the queries' gradient
+    const float* out_grad;  // [T, heads, head_dim]
+    const float* delta;     // [T, heads]: the dot products of the outputs and their gradients
+    float *key_grad, *value_grad;
 };
 
 // `tokens` tokens of a span, from its first_token on, and the query heads of one key head.
 struct AttentionTask {
     Index span, kv_head, first_token, tokens;
+};
+
+// The keys of one head at kAttentionMaxRows positions from first_key on, as some spans (rising numbers) see them.
+struct KeyTask {
+    const Index* spans;
+    Index span_count, kv_head, first_key;
 };
 
 // A tile of the vocabulary: its largest logit, and the sum of e^(logit - largest).
@@ -73,6 +89,19 @@ struct Kernels {
     // tiles: scratch, one for each kVocabularyTile logits (or less) of each row.
     void (*log_sum_exp)(const float* x, Index x_stride, float* out, TileSum* tiles, Index rows, Index n);
 
+    // Gradients, float32 and dense but for x, gate and up; each sums up in one order, too.
+    void (*linear_input_grad)(const float* dy, const void* weight, bool weight_bf16, float* dx, Index rows, Index in,
+                              Index out);
+    void (*linear_weight_grad)(const float* dy, const float* x, Index x_stride, float* dw, Index rows, Index in,
+                               Index out);
+    void (*column_sums)(const float* x, float* out, Index rows, Index n);
+    void (*silu_product_grad)(const float* gate, Index gate_stride, const float* up, Index up_stride, const float* dy,
+                              float* dgate, float* dup, Index rows, Index n);
+    void (*log_sum_exp_grad)(const float* x, Index x_stride, const float* result, const float* dy, float* dx,
+                             Index rows, Index n);
+    void (*attention_query_grad)(const AttentionGradCall& call, const AttentionTask& task);
+    void (*attention_key_grad)(const AttentionGradCall& call, const KeyTask& task);
+
     // For the benchmarks, what no kernel can beat. On all threads, `repeats` rounds of multiply-adds in registers; ->
     // the floating-point operations done.
     double (*multiply_add)(Index repeats);
@@ -109,6 +138,10 @@ class AttentionPlan {
     Index floats_ = 0;
     bool parallel_ = false;
 };
+
+// The gradient of ops.attend; it adds to key_grad and value_grad. Throws std::invalid_argument as paged_attention does,
+// and when spans see one row at different positions.
+void attention_backward(const Kernels& kernels, const AttentionGradCall& call);
 
 // How many threads a parallel loop may use: what torch.set_num_threads says, as torch and this module share one OpenMP.
 Index max_threads();

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_backward.h"
 #include "elementwise.h"
+#include "elementwise_backward.h"
 #include "limits.h"
 #include "linear.h"
+#include "linear_backward.h"
 #include "log_sum_exp.h"
 #include "norm.h"
 
@@ -25,6 +28,13 @@ const Kernels PALIMPSEST_TABLE = {
     PALIMPSEST_ISA::write_kv,
     PALIMPSEST_ISA::embedding,
     PALIMPSEST_ISA::log_sum_exp,
+    PALIMPSEST_ISA::linear_input_grad,
+    PALIMPSEST_ISA::linear_weight_grad,
+    PALIMPSEST_ISA::column_sums,
+    PALIMPSEST_ISA::silu_product_grad,
+    PALIMPSEST_ISA::log_sum_exp_grad,
+    PALIMPSEST_ISA::attention_query_grad,
+    PALIMPSEST_ISA::attention_key_grad,
     PALIMPSEST_ISA::multiply_add,
     PALIMPSEST_ISA::read_memory,
 };

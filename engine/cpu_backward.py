@@ -1,0 +1,117 @@
+"""The gradients that have a C++ kernel: checks, then a call with raw addresses, as in cpu.py.
+
+csrc/cpu/*_backward.h say in which order each sums up. All gradients are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .cpu import _check, _is_parameter, _is_rows
+
+__all__ = [
+    "attention_grads",
+    "column_sums",
+    "linear_input_grad",
+    "linear_weight_grad",
+    "log_sum_exp_grad",
+    "silu_product_grads",
+]
+
+
+def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """float32 dense [T, out], [out, in] -> [T, in] = grad W. Raises ValueError for anything else."""
+    rows, out = grad.shape
+    size = weight.shape[1]
+    ok = grad.is_contiguous() and _is_rows(grad) and _is_parameter(weight) and weight.shape == (out, size)
+    _check(ok, "linear_input_grad", grad, weight)
+    result = torch.empty(rows, size, dtype=torch.float32)
+    cpu._kernels.linear_input_grad(
+        *(grad.data_ptr(), weight.data_ptr(), weight.dtype == torch.bfloat16, result.data_ptr(), rows, size, out)
+    )
+    return result
+
+
+def linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """float32 dense [T, out], [T, in] with dense rows -> [out, in] = grad^T x. Raises ValueError for anything else."""
+    rows, out = grad.shape
+    size = x.shape[1]
+    ok = grad.is_contiguous() and _is_rows(grad) and _is_rows(x) and x.shape == (rows, size)
+    _check(ok, "linear_weight_grad", grad, x)
+    result = torch.empty(out, size, dtype=torch.float32)
+    cpu._kernels.linear_weight_grad(*(grad.data_ptr(), x.data_ptr(), x.stride(0), result.data_ptr(), rows, size, out))
+    return result
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """float32 dense [T, n] -> [n], the sum over the rows. Raises ValueError for anything else."""
+    rows, n = x.shape
+    _check(x.is_contiguous() and _is_rows(x), "column_sums", x)
+    result = torch.empty(n, dtype=torch.float32)
+    cpu._kernels.column_sums(x.data_ptr(), result.data_ptr(), rows, n)
+    return result
+
+
+def silu_product_grads(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [T, n] three times, gate and up with dense rows, grad dense -> the gradients of gate and up, [T, n] each.
+
+    Raises ValueError for anything else.
+    """
+    ok = _is_rows(gate) and _is_rows(up) and _is_rows(grad) and grad.is_contiguous()
+    _check(ok and gate.shape == up.shape == grad.shape, "silu_product_grads", gate, up, grad)
+    gate_grad, up_grad = (torch.empty(grad.shape, dtype=torch.float32) for _ in range(2))
+    cpu._kernels.silu_product_grad(
+        *(gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), grad.data_ptr()),
+        *(gate_grad.data_ptr(), up_grad.data_ptr(), *grad.shape),
+    )
+    return gate_grad, up_grad
+
+
+def log_sum_exp_grad(logits: Tensor, result: Tensor, grad: Tensor) -> Tensor:
+    """float32 [R, n] with dense rows, what log_sum_exp made of it [R], grad [R] -> [R, n] = softmax(logits) * grad.
+
+    Raises ValueError for anything else.
+    """
+    rows, n = logits.shape
+    ok = _is_rows(logits) and all(x.is_contiguous() and _is_rows(x) for x in (result, grad))
+    _check(ok and result.shape == grad.shape == (rows,), "log_sum_exp_grad", logits, result, grad)
+    out = torch.empty(rows, n, dtype=torch.float32)
+    cpu._kernels.log_sum_exp_grad(
+        *(logits.data_ptr(), logits.stride(0), result.data_ptr(), grad.data_ptr(), out.data_ptr(), rows, n)
+    )
+    return out
+
+
+def attention_grads(
+    query: Tensor, key: Tensor, value: Tensor, query_start: Tensor, kv_length: Tensor, rows: Tensor,
+    scale: float, stats: Tensor, out: Tensor, grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, each in its own shape.
+
+    query, out, grad: float32 dense [T, heads, head_dim]; out and stats are what paged_attention gave.
+    key, value: float32 dense [T, kv_heads, head_dim], as they were read from the pages.
+    query_start, kv_length: of Spans. rows: int32 [spans, most tokens], which row of the batch holds the key of each
+    position. Raises ValueError for anything else, and when a row is seen at two different positions.
+    """
+    tokens, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    floats = (query, key, value, stats, out, grad)
+    ok = all(x.is_contiguous() and x.dtype == torch.float32 and x.device.type == "cpu" for x in floats)
+    ok = ok and query.shape == out.shape == grad.shape and key.shape == value.shape == (tokens, kv_heads, head_dim)
+    ok = ok and head_dim <= 256 and heads % kv_heads == 0 and heads // kv_heads <= 96
+    _check(ok and stats.shape == (tokens, heads, 2), "attention_grads", *floats)
+    ok = all(x.is_contiguous() and x.dtype == torch.int32 for x in (query_start, kv_length, rows))
+    ok = ok and query_start.shape == (len(kv_length) + 1,) and rows.dim() == 2 and len(rows) == len(kv_length)
+    _check(ok and int(query_start[-1]) == tokens, "attention_grads", query_start, kv_length, rows)
+    delta = (out * grad).sum(dim=-1)
+    query_grad, key_grad, value_grad = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    cpu._kernels.attention_backward(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), query_start.data_ptr(), kv_length.data_ptr()),
+        *(rows.data_ptr(), rows.shape[1], len(kv_length), tokens, heads, kv_heads, head_dim),
+        scale,
+        *(stats.data_ptr(), grad.data_ptr(), delta.data_ptr()),
+        *(query_grad.data_ptr(), key_grad.data_ptr(), value_grad.data_ptr()),
+    )
+    return query_grad, key_grad, value_grad
