@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from .engine.sequence import Completion, Segment
 
 __version__ = "0.1.0"
+
+# How long OpenMP's threads spin at a barrier before they sleep; read once, when torch is loaded. The default spins for
+# milliseconds: where anything else wants the cores, two threads are then ten times slower than one.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __all__ = [
     "AgentConfig",
