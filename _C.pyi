@@ -1,7 +1,10 @@
 """Types of the compiled extension. Tensors travel as addresses; engine/cpu.py makes the checks."""
 
+# values, scales, minima, bits, in, out, scale_groups, scale_shift
+_Packed = tuple[int, int, int, int, int, int, int, int]
+
 class CpuKernels:
-    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", or "best" for the fastest one here.
+    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", "avx512vnni", or "best" for the fastest one here.
 
     Raises ValueError for one that this machine lacks.
     """
@@ -86,6 +89,17 @@ class CpuKernels:
         self, ids: int, weight: int, weight_bf16: bool, vocabulary: int, out: int, tokens: int, hidden: int, /
     ) -> None: ...
     def log_sum_exp(self, x: int, x_stride: int, out: int, rows: int, n: int, /) -> None: ...
+    def quantised_linear(
+        self,
+        x: int,
+        x_stride: int,
+        rows: int,
+        weight: _Packed,
+        bias: int,
+        bias_bf16: bool,
+        y: int,
+        /,
+    ) -> None: ...
     def linear_input_grad(
         self, dy: int, weight: int, weight_bf16: bool, dx: int, rows: int, in_: int, out: int, /
     ) -> None: ...
@@ -132,7 +146,7 @@ class CpuKernels:
     def read_memory(self, data: int, n: int, /) -> float: ...
 
 _Parameter = tuple[int, bool]
-_Linear = tuple[_Parameter, _Parameter, int, int]
+_Linear = tuple[_Parameter, _Parameter, int, int, _Packed | None]
 
 class CpuDecoder:
     """The layer stack of one model over one set of pages; arguments as in csrc/cpu/decoder.h."""

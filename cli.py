@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO
 
-from .engine.config import BACKENDS, DTYPES, AgentConfig, EngineConfig
+from .engine.config import BACKENDS, DTYPES, WEIGHTS, AgentConfig, EngineConfig
 from .engine.errors import PalimpsestError
 
 __all__ = ["build_parser", "main"]
 
-BENCHES = ("decode", "prefill")
+BENCHES = ("decode", "prefill", "quality")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
@@ -103,6 +103,13 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--seed", type=int, default=agent.sampling.seed, help="of the random numbers (%(default)s)")
     ask.add_argument("--backend", choices=BACKENDS, default=engine.backend, help="which kernels compute (%(default)s)")
     ask.add_argument("--dtype", choices=DTYPES, default=engine.dtype, help="of the model's parameters (%(default)s)")
+    ask.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=engine.weights,
+        metavar="KIND",
+        help=f"{', '.join(WEIGHTS)}: how linear layers keep their weights (%(default)s)",
+    )
     ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
     ask.add_argument("--strip-thinking", action="store_true", help="keep of a memory what follows </think>")
     ask.add_argument("--json", action="store_true", help="print one JSON document instead of the answer")

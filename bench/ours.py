@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,15 +43,14 @@ class Ours:
 
     def __init__(self, model: str, variant: Variant, *, sequences: int, longest: int, threads: int) -> None:
         """Raises CheckpointError or ConfigError when the model or the variant cannot be run."""
-        quantised: dict[str, Any] = {} if variant.weights == "native" else {"weights": variant.weights}
         config = EngineConfig(
             dtype=variant.dtype if variant.weights == "native" else "float32",
+            weights=variant.weights,
             kv_dtype=variant.kv_dtype,
             kv_share=0.9,  # of what is free: the windows below bound the pool
             max_context=longest,
             max_sequences=sequences,
             threads=threads,
-            **quantised,
         )
         self.variant = variant
         self.engine = Engine(model, config)

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -36,6 +38,22 @@ const palimpsest::cpu::Kernels& kernels_for(const std::string& isa) {
     const Kernels* table = isa == "best" ? &best_kernels() : find_kernels(isa.c_str());
     if (table == nullptr) throw std::invalid_argument("this machine cannot run the kernels for '" + isa + "'");
     return *table;
+}
+
+// values, scales, minima, bits, in, out, scale_groups, scale_shift
+using PackedArgument = std::tuple<Address, Address, Address, Index, Index, Index, Index, Index>;
+
+palimpsest::cpu::PackedWeight packed_weight(const PackedArgument& argument) {
+    auto [values, scales, minima, bits, in, out, scale_groups, scale_shift] = argument;
+    auto halves = [](Address address) { return reinterpret_cast<const std::uint16_t*>(address); };
+    return {reinterpret_cast<const std::uint8_t*>(values),
+            halves(scales),
+            halves(minima),
+            bits,
+            in,
+            out,
+            scale_groups,
+            scale_shift};
 }
 
 // One instruction set's kernels. Every call releases the GIL.
@@ -102,6 +120,14 @@ class CpuKernels {
 
     double read_memory(Address data, Index n) const { return table_->read_memory(floats(data), n); }
 
+    void quantised_linear(Address x, Index x_stride, Index rows, const PackedArgument& weight, Address bias,
+                          bool bias_bf16, Address y) const {
+        palimpsest::cpu::QuantisedCall call{floats(x),   x_stride,  rows,         packed_weight(weight),
+                                            bytes(bias), bias_bf16, floats_out(y)};
+        std::unique_ptr<char[]> scratch(new char[palimpsest::cpu::quantised_scratch(rows, call.weight.in)]);
+        palimpsest::cpu::quantised_linear(*table_, call, scratch.get());
+    }
+
     void linear_input_grad(Address dy, Address weight, bool weight_bf16, Address dx, Index rows, Index in,
                            Index out) const {
         table_->linear_input_grad(floats(dy), bytes(weight), weight_bf16, floats_out(dx), rows, in, out);
@@ -158,8 +184,8 @@ class CpuKernels {
 
 // (address, is bfloat16); address 0 for none
 using ParameterArgument = std::pair<Address, bool>;
-// weight, bias, in, out
-using LinearArgument = std::tuple<ParameterArgument, ParameterArgument, Index, Index>;
+// weight, bias, in, out, or instead of the weight a packed one
+using LinearArgument = std::tuple<ParameterArgument, ParameterArgument, Index, Index, std::optional<PackedArgument>>;
 
 palimpsest::cpu::Parameter parameter(const ParameterArgument& argument) {
     return {bytes(argument.first), argument.second};
@@ -167,7 +193,8 @@ palimpsest::cpu::Parameter parameter(const ParameterArgument& argument) {
 
 palimpsest::cpu::LinearWeights linear_weights(const LinearArgument& argument) {
     return {parameter(std::get<0>(argument)), parameter(std::get<1>(argument)), std::get<2>(argument),
-            std::get<3>(argument)};
+            std::get<3>(argument),
+            std::get<4>(argument) ? packed_weight(*std::get<4>(argument)) : palimpsest::cpu::PackedWeight{}};
 }
 
 // The layer stack of one model over one set of pages. The tensors whose addresses it holds must outlive it.
@@ -212,6 +239,7 @@ PYBIND11_MODULE(_C, m) {
         .def("rms_norm", &CpuKernels::rms_norm, Release())
         .def("linear", &CpuKernels::linear, Release())
         .def("paged_attention", &CpuKernels::paged_attention, Release())
+        .def("quantised_linear", &CpuKernels::quantised_linear, Release())
         .def("silu_product", &CpuKernels::silu_product, Release())
         .def("rotate", &CpuKernels::rotate, Release())
         .def("write_kv", &CpuKernels::write_kv, Release())

@@ -61,7 +61,9 @@ def _print(output: str) -> None:
 
 def make_agent(model: str | Path, args: argparse.Namespace) -> MemoryAgent:
     """An engine for one reading and the agent on it, as the arguments say."""
-    engine_config = EngineConfig(dtype=args.dtype, backend=args.backend, threads=args.threads, max_sequences=2)
+    engine_config = EngineConfig(
+        dtype=args.dtype, weights=args.weights, backend=args.backend, threads=args.threads, max_sequences=2
+    )
     agent_config = AgentConfig(
         chunk_tokens=args.chunk_tokens,
         memory_tokens=args.memory_tokens,

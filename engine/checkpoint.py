@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .json_fields import parse_object
 from .model_config import ModelConfig, parameter_shapes
+from .packed_weight import PackedWeight
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
-__all__ = ["Checkpoint", "load", "new_folder", "read_json", "save", "write_json"]
+__all__ = ["EMBEDDING", "Checkpoint", "load", "new_folder", "packed_weights", "read_json", "save", "write_json"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -77,6 +78,21 @@ def load(path: str | Path, dtype: torch.dtype) -> Checkpoint:
     if config.tie_embeddings and HEAD in stored:
         _check_tied(stored[HEAD], parameters[EMBEDDING])
     return Checkpoint(config, parameters, folder, source)
+
+
+def packed_weights(loaded: Checkpoint) -> dict[str, PackedWeight]:
+    """The weights that a GGUF file stores as integers, exactly as it stores them; see gguf.packed_weights.
+
+    Raises ConfigError when the checkpoint is not a GGUF file.
+    """
+    if not loaded.source.is_file():
+        raise ConfigError(
+            f"weights='file' takes the integers of a GGUF file, but {loaded.source} is a folder; "
+            "choose weights='int8' or another kind to quantise its weights"
+        )
+    from .gguf import packed_weights  # here, since it imports this module
+
+    return packed_weights(loaded.source, loaded.config)
 
 
 def save(

@@ -21,6 +21,8 @@ V = TypeVar("V")
 
 DTYPES = ("float32", "bfloat16", "float64")
 BACKENDS = ("auto", "cpu", "reference")
+QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
+WEIGHTS = ("native", *QUANTISED, "file")
 ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
@@ -94,6 +96,9 @@ class EngineConfig:
     """How an engine holds a model and schedules its work.
 
     dtype: element type of the parameters. With "bfloat16" activations and sums stay float32.
+    weights: how linear layers keep their weights: "native" is `dtype`; "int8" (a scale per row), "int8-gN" and
+    "int4-gN" (a scale per N neighbours, "int4" is "int4-g32") round them when the model is loaded; "file" takes the
+    integers of a GGUF file as they are. Other than "native" is for inference only.
     kv_dtype: element type of the KV pages; None means that of the activations.
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an
     error.
@@ -110,6 +115,7 @@ class EngineConfig:
     """
 
     dtype: str = "float32"
+    weights: str = "native"
     kv_dtype: str | None = None
     backend: str = "auto"
     page_size: int = 16
@@ -125,6 +131,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_choice("EngineConfig", "dtype", self.dtype, DTYPES)
+        _require_choice("EngineConfig", "weights", self.weights, WEIGHTS)
         if self.kv_dtype is not None:
             _require_choice("EngineConfig", "kv_dtype", self.kv_dtype, DTYPES)
         _require_choice("EngineConfig", "backend", self.backend, BACKENDS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .ops import Spans
+    from .packed_weight import PackedWeight
 
 try:
     from .. import _C
@@ -27,7 +28,9 @@ __all__ = [
     "linear",
     "log_sum_exp",
     "make_decoder",
+    "packed_argument",
     "paged_attention",
+    "quantised_linear",
     "rms_norm",
     "rotate",
     "silu_product",
@@ -102,6 +105,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         *(x.data_ptr(), x.stride(0), weight.data_ptr(), weight.dtype == torch.bfloat16),
         *(0 if bias is None else bias.data_ptr(), bias is not None and bias.dtype == torch.bfloat16),
         *(y.data_ptr(), rows, size, out),
+    )
+    return y
+
+
+def packed_argument(weight: PackedWeight) -> tuple[int, int, int, int, int, int, int, int]:
+    """A packed weight as the kernels take it; it must outlive their use."""
+    values, scales, minima = weight.values, weight.scales, weight.minima
+    return (
+        *(values.data_ptr(), scales.data_ptr(), 0 if minima is None else minima.data_ptr(), weight.bits),
+        *(weight.in_size, weight.out_size, scales.shape[1], weight.scale_shift),
+    )
+
+
+def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """float32 [T, in] with dense rows, packed [out, in], [out] -> float32 [T, out]. ValueError for anything else."""
+    rows, size = x.shape
+    out = weight.out_size
+    ok = _is_rows(x) and size == weight.in_size and weight.values.device.type == "cpu"
+    _check(ok and (bias is None or (_is_parameter(bias) and bias.shape == (out,))), "quantised_linear", x)
+    y = torch.empty(rows, out, dtype=torch.float32)
+    _kernels.quantised_linear(
+        *(x.data_ptr(), x.stride(0), rows, packed_argument(weight), 0 if bias is None else bias.data_ptr()),
+        *(bias is not None and bias.dtype == torch.bfloat16, y.data_ptr()),
     )
     return y
 

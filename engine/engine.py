@@ -24,6 +24,7 @@ from .memory import available_bytes
 from .model import Decoder
 from .model_config import ModelConfig
 from .ops import select
+from .quant import quantise, replace_weights
 from .runner import Runner, page_bytes
 from .sampler import check_params
 from .scheduler import Scheduler
@@ -60,7 +61,7 @@ class Engine:
     """
 
     def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
-        """Load a Hugging Face folder or a GGUF file.
+        """Load a Hugging Face folder or a GGUF file, and quantise it as `config.weights` says.
 
         Raises CheckpointError for files that cannot be run, ConfigError for a configuration that this model or
         machine cannot meet.
@@ -79,6 +80,11 @@ class Engine:
         ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window)
         self.model.requires_grad_(False)
+        loaded.parameters.clear()  # so that quantised layers let go of the originals one by one
+        if config.weights == "file":
+            replace_weights(self.model, checkpoint.packed_weights(loaded))
+        elif config.weights != "native":
+            quantise(self.model, config.weights)
         num_pages = _num_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0
@@ -200,8 +206,14 @@ class Engine:
         """The only way to change the model's parameters in place: raises the weights version and forgets all resident
         KV.
 
-        Raises RequestError while sequences are unfinished: their KV would belong to the old weights.
+        Raises RequestError while sequences are unfinished, as their KV would belong to the old weights, and for an
+        engine with quantised weights.
         """
+        if self.config.weights != "native":
+            raise RequestError(
+                f"this engine's weights are quantised (weights={self.config.weights!r}) and cannot be changed; "
+                "make the engine with weights='native' to train"
+            )
         if self.scheduler.unfinished:
             live = len(self.scheduler.running) + len(self.scheduler.waiting)
             raise RequestError(f"{live} sequences are unfinished; finish or abort them before the weights change")
@@ -218,6 +230,7 @@ class Engine:
             "weights": self._fingerprint(),
             "tokenizer": self.tokenizer.fingerprint(),
             "dtype": self.config.dtype,
+            "weights_kind": self.config.weights,
             "kv_dtype": self.config.kv_dtype,
             "backend": self.model.ops.backend,
             "window": self.window,
@@ -247,9 +260,9 @@ class Engine:
             raise RequestError(f"sequence {sequence.id} belongs to another engine")
 
     def _fingerprint(self) -> str:
-        """sha256 over the parameters' names, shapes and some elements of each: the same weights, wherever they lie."""
+        """sha256 over the weights' names, shapes and some elements of each: the same weights, wherever they lie."""
         digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.state_dict().items():
             flat = parameter.detach().flatten()
             some = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)]
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

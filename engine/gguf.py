@@ -22,21 +22,25 @@ import torch
 from gguf import GGMLQuantizationType, ReaderTensor, dequantize
 from torch import Tensor
 
-from .checkpoint import new_folder, write_json
+from .checkpoint import EMBEDDING, new_folder, write_json
 from .errors import CheckpointError
 from .gguf_file import read_gguf
 from .gguf_tokenizer import tokenizer_files
 from .json_fields import Fields
 from .model_config import LARGEST_SIZE, ModelConfig, parameter_shapes
+from .packed_weight import PackedWeight
+from .quant import quantise_weight
 from .rope_scaling import LARGEST_WINDOW, ORIGINAL
 from .tensor_files import write_tensors
 
-__all__ = ["converted_folder"]
+__all__ = ["converted_folder", "packed_weights"]
 
 CONVERTER = 1  # raise it when the converted files change
 STAMP = "gguf.json"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+FLOATS = ("F32", "F16", "BF16")
+BLOCKS = {"Q8_0": (2, 8), "Q4_0": (2, 4), "Q4_1": (4, 4)}  # bytes before the codes of a block, bits of a code
+TYPES = (*FLOATS, *BLOCKS, "Q4_K", "Q6_K")
 OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -92,6 +96,41 @@ def converted_folder(file: Path) -> Path:
         if not _is_current(place, stamp):  # another thread or process may have been faster
             raise
     return place
+
+
+def packed_weights(file: Path, config: ModelConfig) -> dict[str, PackedWeight]:
+    """Hugging Face name -> packed weight of each linear layer (and tied head) that a GGUF file stores as integers.
+
+    Blocks of Q8_0, Q4_0 and Q4_1 are taken exactly as they are. Q4_K and Q6_K, which our kernels do not read, are
+    rounded to int8-g32, which is finer than either. Matrices of floats are left out.
+    """
+    _, tensors = read_gguf(file)
+    packed = {}
+    for name, shape in parameter_shapes(config).items():
+        tensor = tensors[_gguf_name(name)]
+        is_linear = len(shape) == 2 and (name != EMBEDDING or config.tie_embeddings)
+        if not is_linear or tensor.tensor_type.name in FLOATS:
+            continue
+        if tensor.tensor_type.name in BLOCKS:
+            blocks = _hf_rows(name, torch.from_numpy(np.array(tensor.data)), config)
+            packed[name] = _pack_blocks(blocks, tensor.tensor_type.name, shape[1])
+        else:
+            packed[name] = quantise_weight(_values(name, tensor, config), "int8-g32")
+    return packed
+
+
+def _pack_blocks(rows: Tensor, kind: str, columns: int) -> PackedWeight:
+    """uint8 [out, bytes of a row]: blocks of 32 values, each a float16 scale, for Q4_1 a float16 minimum, the codes."""
+    header, bits = BLOCKS[kind]
+    blocks = rows.view(len(rows), columns // 32, -1)
+    numbers = blocks[..., :header].contiguous().view(torch.float16)
+    codes = blocks[..., header:]
+    if bits == 4:  # the first 16 values in the low halves
+        codes = torch.cat((codes & 15, codes >> 4), dim=-1)
+    else:
+        codes = codes ^ 128  # from signed
+    minima = numbers[..., 1] if header == 4 else None
+    return PackedWeight.pack(codes.flatten(1), numbers[..., 0], minima, bits, 32)
 
 
 def _is_current(place: Path, stamp: Mapping[str, int]) -> bool:
@@ -258,10 +297,14 @@ def _check(
 def _values(name: str, tensor: ReaderTensor, config: ModelConfig) -> Tensor:
     """The float32 values of a tensor, in Hugging Face order of rows."""
     kind = GGMLQuantizationType(tensor.tensor_type)
-    values = torch.from_numpy(np.array(dequantize(tensor.data, kind), dtype=np.float32))
+    return _hf_rows(name, torch.from_numpy(np.array(dequantize(tensor.data, kind), dtype=np.float32)), config)
+
+
+def _hf_rows(name: str, rows: Tensor, config: ModelConfig) -> Tensor:
+    """The rows of a tensor, or of its blocks, in Hugging Face order."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     if config.model_type == "llama" and heads is not None:
         # llama.cpp turns neighbouring rows (2i, 2i + 1) and has interleaved the two halves of each head for it.
-        pairs = values.view(heads, config.head_dim // 2, 2, *values.shape[1:])
-        values = pairs.transpose(1, 2).reshape(values.shape)
-    return values
+        pairs = rows.view(heads, config.head_dim // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+    return rows

@@ -5,11 +5,14 @@ The same kernels in the same order as model.py runs them op by op: the hidden ro
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import cpu
 from .model import Batch, Decoder, KVPages, Layer, Linear
+from .quant import QuantisedLinear
 
 __all__ = ["LayerStack"]
 
@@ -41,9 +44,9 @@ class LayerStack:
 
     @staticmethod
     def fits(model: Decoder, pages: list[KVPages]) -> bool:
-        """Whether the kernels run this model: their ops were chosen, and no linear layer was replaced from outside."""
-        plain = all(type(linear) is Linear for layer in model.layers for linear in _linears(layer))
-        return model.ops.backend == "cpu" and plain and pages[0].key.dtype in cpu.PARAMETER_DTYPES
+        """Whether the kernels run this model: their ops were chosen, and they know all of its linear layers."""
+        known = all(type(linear) in (Linear, QuantisedLinear) for layer in model.layers for linear in _linears(layer))
+        return model.ops.backend == "cpu" and known and pages[0].key.dtype in cpu.PARAMETER_DTYPES
 
     def __call__(self, batch: Batch) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""
@@ -57,7 +60,7 @@ class LayerStack:
         return hidden
 
 
-def _linears(layer: Layer) -> list[Linear]:
+def _linears(layer: Layer) -> list[Linear | QuantisedLinear]:
     attention, mlp = layer.self_attn, layer.mlp
     return [
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
@@ -69,6 +72,9 @@ def _parameter(tensor: Tensor | None) -> tuple[int, bool]:
     return (0, False) if tensor is None else (tensor.data_ptr(), tensor.dtype == torch.bfloat16)
 
 
-def _linear(linear: Linear) -> tuple[tuple[int, bool], tuple[int, bool], int, int]:
+def _linear(linear: Linear | QuantisedLinear) -> tuple[Any, ...]:
+    bias = _parameter(linear.bias)
+    if isinstance(linear, QuantisedLinear):
+        return (0, False), bias, linear.weight.in_size, linear.weight.out_size, cpu.packed_argument(linear.weight)
     outputs, inputs = linear.weight.shape
-    return _parameter(linear.weight), _parameter(linear.bias), inputs, outputs
+    return _parameter(linear.weight), bias, inputs, outputs, None

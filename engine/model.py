@@ -143,14 +143,14 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    lm_head: nn.Module | None  # None: the embedding is the head too
 
     def __init__(self, config: ModelConfig, ops: Ops, window: int) -> None:
         super().__init__()
         self.config, self.ops = config, ops
         with torch.device("meta"):
             self.model = Stack(config, ops)
-            if not config.tie_embeddings:
-                self.lm_head = Linear(config.hidden_size, config.vocab_size, False, ops)
+            self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, False, ops)
         cos, sin = rotary_tables(config.head_dim, config.rope_theta, config.rope_scaling, window)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary] in the activations' type."""
-        if self.config.tie_embeddings:
+        if self.lm_head is None:
             return self.ops.linear(hidden, self.model.embed_tokens.weight, None)
         logits: Tensor = self.lm_head(hidden)
         return logits

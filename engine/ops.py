@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import autograd, cpu, reference
 from .errors import ConfigError
+from .packed_weight import PackedWeight
 
 __all__ = ["Ops", "Spans", "select"]
 
@@ -47,6 +48,16 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[T, in], [out, in], [out] -> [T, out] = x W^T + b, accumulated in x's dtype."""
+
+    def quantised_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        """[T, in], packed [out, in], [out] -> [T, out] = r(x) W^T + b, where r rounds x to int8.
+
+        Per row and group of 32 columns (the last one filled up with zeros): values = x * (127 / m) to the nearest
+        whole number, ties to even, with m = max |x|, 0 where m < 1e-30; their scale is m / 127. The products of a group
+        are summed as whole numbers, dot = sum values * (code - zero). An output is the sum over rising groups of
+        dot * (scale of x * scale of W), each followed, where W has minima, by (sum of values * scale of x) * minimum;
+        then the bias. Every other operation is rounded to x's dtype, one by one.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., n], [n] -> x / sqrt(mean(x^2) + eps) * weight over the last axis (RMSNorm, arXiv 1910.07467, eq. 4)."""

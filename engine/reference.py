@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .ops import Spans
+    from .packed_weight import PackedWeight
 
 __all__ = [
     "attend",
@@ -17,6 +18,7 @@ __all__ = [
     "linear",
     "log_sum_exp",
     "paged_attention",
+    "quantised_linear",
     "rms_norm",
     "rotate",
     "silu_product",
@@ -33,6 +35,24 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    groups = F.pad(x, (0, -x.shape[1] % 32)).unfold(1, 32, 32)
+    largest = groups.abs().amax(dim=2, keepdim=True)
+    # A number divided by a tensor is computed as a product with the reciprocal: both operands must be tensors.
+    inverse = torch.where(largest >= 1e-30, torch.full_like(largest, 127.0) / largest, 0.0)
+    values, x_scales = (groups * inverse).round(), largest / torch.full_like(largest, 127.0)
+    codes = weight.codes().view(weight.out_size, -1, 32).to(x.dtype) - weight.zero
+    scales = weight.per_group(weight.scales).to(x.dtype)
+    total = x.new_zeros(len(x), weight.out_size)
+    for g in range(groups.shape[1]):
+        dots = values[:, g] @ codes[:, g].t()  # whole numbers below 2^24: exact
+        total = total + dots * (x_scales[:, g] * scales[:, g])
+        if weight.minima is not None:
+            minimum = weight.per_group(weight.minima)[:, g].to(x.dtype)
+            total = total + (values[:, g].sum(dim=1, keepdim=True) * x_scales[:, g]) * minimum
+    return total if bias is None else total + bias.to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,8 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -8,9 +10,11 @@
 
 namespace palimpsest::cpu {
 
-// What a layer needs besides the residual stream x; `wide` holds gate and up, of kMlpRows rows at a time.
+// What a layer needs besides the residual stream x. gate, up: of kMlpRows rows at a time. rounded: of a quantised
+// layer.
 struct Decoder::Scratch {
-    float *x, *normed, *projected, *query, *key, *value, *rotated_query, *rotated_key, *attended, *gate, *up, *shares;
+    float *x, *normed, *projected, *query, *key, *value, *rotated_query, *rotated_key, *attended, *gate, *up, *shares,
+        *rounded;
 };
 
 namespace {
@@ -33,7 +37,9 @@ void Decoder::check(const DecoderBatch& batch) const {
     }
 }
 
-void Decoder::linear(const LinearWeights& w, const float* x, float* y, Index rows) const {
+void Decoder::linear(const LinearWeights& w, const float* x, float* y, Index rows, float* rounded) const {
+    if (w.packed.values)
+        return quantised_linear(kernels_, {x, w.in, rows, w.packed, w.bias.data, w.bias.bf16, y}, rounded);
     kernels_.linear(x, w.in, w.weight.data, w.weight.bf16, w.bias.data, w.bias.bf16, y, rows, w.in, w.out);
 }
 
@@ -53,9 +59,9 @@ void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, co
                         const Scratch& s) const {
     Index rows = batch.tokens, heads = shape_.heads, kv_heads = shape_.kv_heads, dim = shape_.head_dim;
     norm(layer.input_norm, s.x, s.normed, rows, shape_.hidden);
-    linear(layer.query, s.normed, s.query, rows);
-    linear(layer.key, s.normed, s.key, rows);
-    linear(layer.value, s.normed, s.value, rows);
+    linear(layer.query, s.normed, s.query, rows, s.rounded);
+    linear(layer.key, s.normed, s.key, rows, s.rounded);
+    linear(layer.value, s.normed, s.value, rows, s.rounded);
     if (layer.query_norm.data) {
         norm(layer.query_norm, s.query, s.attended, rows * heads, dim);
         norm(layer.key_norm, s.key, s.projected, rows * kv_heads, dim);
@@ -67,16 +73,16 @@ void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, co
     kernels_.write_kv(s.rotated_key, kv_heads * dim, s.value, kv_heads * dim, layer.key_pages, layer.value_pages,
                       shape_.kv_bf16, batch.slots, rows, kv_heads, shape_.page_size, dim);
     plan.run(kernels_, layer.key_pages, layer.value_pages, s.rotated_query, s.attended, s.shares);
-    linear(layer.output, s.attended, s.projected, rows);
+    linear(layer.output, s.attended, s.projected, rows, s.rounded);
     add(s.projected, s.x, rows);
     norm(layer.post_norm, s.x, s.normed, rows, shape_.hidden);
     for (Index first = 0; first < rows; first += kMlpRows) {
         Index some = std::min(kMlpRows, rows - first);
         const float* x = s.normed + first * shape_.hidden;
-        linear(layer.gate, x, s.gate, some);
-        linear(layer.up, x, s.up, some);
+        linear(layer.gate, x, s.gate, some, s.rounded);
+        linear(layer.up, x, s.up, some, s.rounded);
         kernels_.silu_product(s.gate, layer.gate.out, s.up, layer.up.out, s.gate, some, layer.gate.out);
-        linear(layer.down, s.gate, s.projected + first * shape_.hidden, some);
+        linear(layer.down, s.gate, s.projected + first * shape_.hidden, some, s.rounded);
     }
     add(s.projected, s.x, rows);
 }
@@ -84,8 +90,14 @@ void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, co
 void Decoder::run(const DecoderBatch& batch, float* hidden) {
     check(batch);
     Index rows = batch.tokens, queries = rows * shape_.heads * shape_.head_dim;
-    Index keys = rows * shape_.kv_heads * shape_.head_dim, stream = rows * shape_.hidden, wide = 0;
-    for (const LayerWeights& layer : layers_) wide = std::max(wide, std::min(rows, kMlpRows) * layer.gate.out);
+    Index keys = rows * shape_.kv_heads * shape_.head_dim, stream = rows * shape_.hidden, wide = 0, rounded = 0;
+    for (const LayerWeights& layer : layers_) {
+        Index some = std::min(rows, kMlpRows);
+        wide = std::max(wide, some * layer.gate.out);
+        for (const LinearWeights* w : {&layer.query, &layer.output, &layer.gate, &layer.down})
+            if (w->packed.values)
+                rounded = std::max(rounded, quantised_scratch(w == &layer.down ? some : rows, w->in) / 4);
+    }
     AttentionCall call{nullptr,
                        shape_.heads * shape_.head_dim,
                        nullptr,
@@ -105,15 +117,15 @@ void Decoder::run(const DecoderBatch& batch, float* hidden) {
                        nullptr};
     AttentionPlan plan(call);
     Index sizes[] = {stream, stream, std::max(stream, keys), queries, keys, keys, queries, keys, queries,
-                     wide,   wide,   plan.floats()};
+                     wide,   wide,   plan.floats(),          rounded};
     Index total = 0;
     for (Index& size : sizes) total += size = (size + 15) / 16 * 16;
     if (Index(buffer_.size()) < total) buffer_.resize(total);
     float* parts[std::size(sizes)];
     float* next = buffer_.data();
     for (std::size_t i = 0; i < std::size(sizes); next += sizes[i++]) parts[i] = next;
-    Scratch s{parts[0], parts[1], parts[2], parts[3], parts[4],  parts[5],
-              parts[6], parts[7], parts[8], parts[9], parts[10], parts[11]};
+    Scratch s{parts[0], parts[1], parts[2], parts[3],  parts[4],  parts[5], parts[6],
+              parts[7], parts[8], parts[9], parts[10], parts[11], parts[12]};
 #pragma omp parallel
     {
         kernels_.embedding(batch.ids, embedding_.data, embedding_.bf16, s.x, rows, shape_.hidden);

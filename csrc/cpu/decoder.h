@@ -14,10 +14,11 @@ struct Parameter {
     bool bf16 = false;
 };
 
-// y = x W^T + b, W [out, in].
+// y = x W^T + b, W [out, in]: either `weight` or `packed`.
 struct LinearWeights {
     Parameter weight, bias;
     Index in = 0, out = 0;
+    PackedWeight packed{};
 };
 
 struct LayerWeights {
@@ -59,7 +60,7 @@ class Decoder {
     void check(const DecoderBatch& batch) const;
     void run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
                    const Scratch& scratch) const;
-    void linear(const LinearWeights& weights, const float* x, float* y, Index rows) const;
+    void linear(const LinearWeights& weights, const float* x, float* y, Index rows, float* rounded) const;
     void norm(const Parameter& weight, const float* x, float* y, Index rows, Index size) const;
     void add(const float* y, float* x, Index rows) const;
 

@@ -60,6 +60,36 @@ struct TileSum {
     float top, sum;
 };
 
+// Values on the k axis that share a scale when x is rounded; weights share theirs over as many, or a multiple.
+constexpr Index kQuantisedGroup = 32;
+
+// W [out, in] as engine/packed_weight.py packs it. bits: 8 or 4. scales, minima: float16, scale_groups for each row;
+// group g of kQuantisedGroup values uses number g >> scale_shift. minima may be null.
+struct PackedWeight {
+    const std::uint8_t* values;
+    const std::uint16_t* scales;
+    const std::uint16_t* minima;
+    Index bits, in, out, scale_groups, scale_shift;
+};
+
+// The arguments of ops.quantised_linear. x: rows lie x_stride floats apart.
+struct QuantisedCall {
+    const float* x;
+    Index x_stride, rows;
+    PackedWeight weight;
+    const void* bias;
+    bool bias_bf16;
+    float* y;
+};
+
+// Rows of x rounded to int8, `groups` groups each: values, and each group's scale and sum of values.
+struct QuantisedRows {
+    const std::int8_t* values;
+    const float* scales;
+    const std::int32_t* sums;
+    Index groups;
+};
+
 struct Kernels {
     const char* isa;
 
@@ -108,6 +138,9 @@ struct Kernels {
 
     // On all threads, read n floats once, in order; -> their sum.
     double (*read_memory)(const float* data, Index n);
+
+    void (*quantise_row)(const float* x, Index in, std::int8_t* values, float* scales, std::int32_t* sums);
+    void (*quantised_panel)(const QuantisedCall& call, const QuantisedRows& x, Index panel, Index first, Index last);
 };
 
 // How the work of ops.paged_attention is dealt out over threads, which does not show in the results. One plan serves
@@ -139,6 +172,12 @@ class AttentionPlan {
     bool parallel_ = false;
 };
 
+// Bytes of scratch that quantised_linear needs for the rounded x.
+Index quantised_scratch(Index rows, Index in);
+
+// ops.quantised_linear. Called by one thread or by all of a team, as the kernels are.
+void quantised_linear(const Kernels& kernels, const QuantisedCall& call, void* scratch);
+
 // The gradient of ops.attend; it adds to key_grad and value_grad. Throws std::invalid_argument as paged_attention does,
 // and when spans see one row at different positions.
 void attention_backward(const Kernels& kernels, const AttentionGradCall& call);
@@ -146,7 +185,7 @@ void attention_backward(const Kernels& kernels, const AttentionGradCall& call);
 // How many threads a parallel loop may use: what torch.set_num_threads says, as torch and this module share one OpenMP.
 Index max_threads();
 
-// The table for "scalar", "avx2" or "avx512"; nullptr when this machine or this build lacks it.
+// The table for "scalar", "avx2", "avx512" or "avx512vnni"; nullptr when this machine or this build lacks it.
 const Kernels* find_kernels(const char* isa);
 
 // The fastest table that this machine runs.

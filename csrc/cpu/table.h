@@ -10,6 +10,7 @@
 #include "linear_backward.h"
 #include "log_sum_exp.h"
 #include "norm.h"
+#include "quantised_linear.h"
 
 namespace palimpsest::cpu {
 
@@ -37,6 +38,8 @@ const Kernels PALIMPSEST_TABLE = {
     PALIMPSEST_ISA::attention_key_grad,
     PALIMPSEST_ISA::multiply_add,
     PALIMPSEST_ISA::read_memory,
+    PALIMPSEST_ISA::quantise_row,
+    PALIMPSEST_ISA::quantised_panel,
 };
 
 }  // namespace palimpsest::cpu

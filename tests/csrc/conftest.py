@@ -13,7 +13,7 @@ _C = pytest.importorskip("palimpsest._C", reason="the extension is not built")
 
 def _available() -> list[str]:
     found = []
-    for name in ("scalar", "avx2", "avx512"):
+    for name in ("scalar", "avx2", "avx512", "avx512vnni"):
         try:
             found.append(_C.CpuKernels(name).isa)
         except ValueError:

@@ -1,0 +1,131 @@
+"""Weight-only quantisation, applied from outside to a finished model. For inference only.
+
+Kinds: "int8" has one scale per row; "int8-gN" and "int4-gN" one per N = 32, 64 or 128 neighbours on the `in` axis;
+"int4" is "int4-g32". Embedding, norms and biases stay as they are. Activations are rounded to int8 per row and group of
+32 (`ops.quantised_linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checkpoint import EMBEDDING
+from .config import QUANTISED
+from .errors import CheckpointError, ConfigError
+from .model import Decoder, Linear
+from .ops import Ops
+from .packed_weight import PackedWeight
+
+__all__ = ["HEAD_KIND", "QuantisedLinear", "quantise", "quantise_weight", "replace_weights"]
+
+HEAD_KIND = "int8-g32"
+RANGES = {8: (-127, 127), 4: (-8, 7)}  # of codes, by bits
+INT4_ENDS = (-8.0, -7.2, -9.0)
+
+
+class QuantisedLinear(nn.Module):
+    """y = x W^T (+ b) with a packed W."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, ops: Ops) -> None:
+        super().__init__()
+        self.weight, self.bias, self.ops = weight, bias, ops
+        for name in ("values", "scales", "minima"):  # so that they are part of the model's state
+            self.register_buffer(name, getattr(weight, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return self.ops.quantised_linear(x, self.weight, self.bias)
+
+
+def quantise(model: Decoder, kind: str) -> None:
+    """Round the weights of all linear layers to `kind`, layer by layer, and let go of the originals.
+
+    The head is rounded to HEAD_KIND with the int4 kinds; a tied head gets a packed copy of the embedding.
+    Raises ConfigError for an unknown kind, CheckpointError for weights that are not finite.
+    """
+    if kind not in QUANTISED:
+        raise ConfigError(f"there is no kind of weights {kind!r} to quantise to; choose from {', '.join(QUANTISED)}")
+    for name in _linear_names(model):
+        is_head = name in (EMBEDDING, "lm_head.weight")
+        chosen = HEAD_KIND if is_head and kind.startswith("int4") else kind
+        replace_weights(model, {name: quantise_weight(model.get_parameter(name), chosen)})
+
+
+def replace_weights(model: Decoder, packed: Mapping[str, PackedWeight]) -> None:
+    """Put packed weights in the place of those of linear layers, by their checkpoint names.
+
+    That of the embedding becomes the head of a model whose head is tied. Raises CheckpointError for other names.
+    """
+    names = _linear_names(model)
+    for name, weight in packed.items():
+        if name not in names:
+            raise CheckpointError(f"{name!r} is no weight of a linear layer of this model; leave it out")
+        path = "lm_head" if name == EMBEDDING else name.removesuffix(".weight")
+        parent = model.get_submodule(path.rpartition(".")[0])
+        old = getattr(parent, path.rpartition(".")[2])
+        setattr(parent, path.rpartition(".")[2], QuantisedLinear(weight, None if old is None else old.bias, model.ops))
+
+
+def _linear_names(model: Decoder) -> list[str]:
+    """The checkpoint's names of the linear layers' weights; the embedding when it is the head too."""
+    names = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Linear)]
+    return [*names, EMBEDDING] if model.lm_head is None else names
+
+
+def quantise_weight(weight: Tensor, kind: str) -> PackedWeight:
+    """Round [out, in] to whole numbers with float16 scales. Raises CheckpointError for weights that are not finite.
+
+    8 bits: scale = largest magnitude of the group / 127. 4 bits: the value of largest magnitude stands near one end of
+    the codes, -8 as in llama.cpp's Q4_0 or a little off; of some such scales, each refitted to its codes by least
+    squares, the one of least squared error is taken.
+    """
+    bits, group = _bits_and_group(kind)
+    columns = weight.shape[1]
+    size = group or columns
+    groups = F.pad(weight.float(), (0, -columns % size)).view(len(weight), -1, size)
+    scales = _int8_scales(groups) if bits == 8 else _int4_scales(groups)
+    codes = (_round(groups, scales, RANGES[bits]) + (1 << (bits - 1))).to(torch.uint8)
+    return PackedWeight.pack(codes.flatten(1)[:, :columns], scales.squeeze(2), None, bits, group)
+
+
+def _int8_scales(groups: Tensor) -> Tensor:
+    return _finite(groups.abs().amax(dim=2, keepdim=True) / RANGES[8][1])
+
+
+def _int4_scales(groups: Tensor) -> Tensor:
+    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    tries = torch.stack([_refit(groups, _finite(extreme / end)) for end in INT4_ENDS])
+    errors = [(_round(groups, scales, RANGES[4]) * scales - groups).square().sum(2, keepdim=True) for scales in tries]
+    return tries.gather(0, torch.stack(errors).argmin(dim=0, keepdim=True))[0]
+
+
+def _refit(groups: Tensor, scales: Tensor) -> Tensor:
+    """The scale of least squared error for the codes that `scales` gives."""
+    codes = _round(groups, scales, RANGES[4])
+    squares = codes.square().sum(dim=2, keepdim=True).clamp(min=1)
+    return _finite((groups * codes).sum(dim=2, keepdim=True) / squares)
+
+
+def _bits_and_group(kind: str) -> tuple[int, int]:
+    name, _, group = kind.partition("-g")
+    bits = int(name.removeprefix("int"))
+    return bits, int(group) if group else {8: 0, 4: 32}[bits]
+
+
+def _finite(scales: Tensor) -> Tensor:
+    halves = scales.half()
+    if not halves.isfinite().all():
+        raise CheckpointError(
+            "a weight is not finite, or too large to be quantised; load the model with native weights"
+        )
+    return halves
+
+
+def _round(groups: Tensor, scales: Tensor, limits: tuple[int, int]) -> Tensor:
+    """The nearest codes within the limits, as float32; 0 where the scale is 0."""
+    wide = scales.float()
+    return torch.where(wide != 0, groups / wide, 0).round_().clamp_(*limits)
