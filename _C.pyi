@@ -4,7 +4,7 @@
 _Packed = tuple[int, int, int, int, int, int, int, int]
 
 class CpuKernels:
-    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", "avx512vnni", or "best" for the fastest one here.
+    """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", "avx512vnni", or "best".
 
     Raises ValueError for one that this machine lacks.
     """
