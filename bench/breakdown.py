@@ -118,18 +118,19 @@ def call_cost(name: str, args: tuple[Any, ...], result: Any) -> Cost:
     """Bytes that a call has to move, outputs included, and multiply-adds of the ops that consist of them."""
     if name == "all layers":  # what is inside is not seen from here
         return Cost(0.0, 0.0)
-    if name == "paged_attention":
-        return _attention_cost(*args[:4])
+    if name == "attend":
+        return _attend_cost(*args[:7])
     tensors = [tensor for value in (*args, result) for tensor in _tensors(value)]
     if name == "embedding":  # of the table only the rows asked for
         return Cost(0.0, 2.0 * result.nbytes)
-    if name == "write_kv":  # of the pages only the slots written
-        return Cost(0.0, 2.0 * (args[0].nbytes + args[1].nbytes))
     flops = 2.0 * args[0].shape[-1] * result.numel() if name.endswith("linear") else 0.0
     return Cost(flops, float(sum(tensor.nbytes for tensor in tensors)))
 
 
-def _attention_cost(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans) -> Cost:
+def _attend_cost(
+    query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans
+) -> Cost:
+    """Keys and values that the rows see, and those written: of the pages nothing else is touched."""
     heads, head_dim = query.shape[1:]
     kv_heads = key_pages.shape[1]
     rows = spans.query_start.diff().tolist()
@@ -137,7 +138,8 @@ def _attention_cost(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
     # Row i of a span that ends at `length` sees length - rows + 1 + i keys.
     scores = sum(count * length - count * (count - 1) / 2 for count, length in zip(rows, lengths, strict=True))
     kv = sum(lengths) * kv_heads * head_dim * (key_pages.element_size() + value_pages.element_size())
-    return Cost(4.0 * scores * heads * head_dim, float(kv + 2 * query.nbytes))
+    written = 2 * (key.nbytes + value.nbytes) + slots.nbytes
+    return Cost(4.0 * scores * heads * head_dim, float(kv + 2 * query.nbytes + written))
 
 
 def _tensors(value: Any) -> list[Tensor]:
