@@ -17,8 +17,18 @@ from . import cpu, cpu_backward
 
 if TYPE_CHECKING:
     from .ops import Spans
+    from .packed_weight import PackedWeight
 
-__all__ = ["attend", "embedding", "linear", "log_sum_exp", "rms_norm", "rotate", "silu_product"]
+__all__ = [
+    "attend",
+    "embedding",
+    "linear",
+    "log_sum_exp",
+    "quantised_linear",
+    "rms_norm",
+    "rotate",
+    "silu_product",
+]
 
 
 def _wants_gradient(*inputs: Tensor | None) -> bool:
@@ -73,6 +83,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _wants_gradient(x, weight, bias):
         return _apply(_Linear, x, weight, bias)
     return cpu.linear(x, weight, bias)
+
+
+def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """cpu.quantised_linear, for inference only: ValueError when a gradient is wanted, which rounding does not have."""
+    if _wants_gradient(x, bias):
+        raise ValueError("a quantised linear layer has no gradient; train the model with its native weights")
+    return cpu.quantised_linear(x, weight, bias)
 
 
 class _RmsNorm(Function):

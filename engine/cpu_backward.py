@@ -100,7 +100,7 @@ def attention_grads(
     floats = (query, key, value, stats, out, grad)
     ok = all(x.is_contiguous() and x.dtype == torch.float32 and x.device.type == "cpu" for x in floats)
     ok = ok and query.shape == out.shape == grad.shape and key.shape == value.shape == (tokens, kv_heads, head_dim)
-    ok = ok and head_dim <= 256 and heads % kv_heads == 0 and heads // kv_heads <= 96
+    ok = ok and head_dim <= cpu.LARGEST_HEAD and heads % kv_heads == 0 and heads // kv_heads <= cpu.LARGEST_GROUP
     _check(ok and stats.shape == (tokens, heads, 2), "attention_grads", *floats)
     ok = all(x.is_contiguous() and x.dtype == torch.int32 for x in (query_start, kv_length, rows))
     ok = ok and query_start.shape == (len(kv_length) + 1,) and rows.dim() == 2 and len(rows) == len(kv_length)

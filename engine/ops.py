@@ -1,8 +1,7 @@
 """Every op of the decoder once: its signature, its shape contract, and the choice of the backend that runs it.
 
 A backend is a module with functions of these names: `reference` (plain torch, the specification) and `cpu` (C++
-kernels; `autograd` is the same with gradients). A backend may lack an op or a dtype; `select` fills the gap from the
-next one, so kernels can take their places one by one.
+kernels), to which `autograd` gives gradients.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_"))
 
 
 class _Selected:
-    """One function per op, each from the first backend that has it."""
+    """One function per op."""
 
     def __init__(self, backend: str, functions: dict[str, object]) -> None:
         self.backend = backend
@@ -106,12 +105,9 @@ def select(backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: 
     of the model and its KV. head_dim: size of a head. group: query heads per key head.
     Raises ConfigError when "cpu" was asked for and the extension is missing or cannot run such a model.
     """
-    functions = {name: getattr(reference, name) for name in OP_NAMES}
     reason = cpu.unavailable(parameters, pages, head_dim, group)
     if backend == "cpu" and reason is not None:
         raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
     if backend == "reference" or reason is not None:
-        return _Selected("reference", functions)  # type: ignore[return-value]
-    for kernels in (cpu, autograd):
-        functions |= {name: getattr(kernels, name) for name in OP_NAMES if hasattr(kernels, name)}
-    return _Selected("cpu", functions)  # type: ignore[return-value]
+        return _Selected("reference", {name: getattr(reference, name) for name in OP_NAMES})  # type: ignore[return-value]
+    return _Selected("cpu", {name: getattr(autograd, name) for name in OP_NAMES})  # type: ignore[return-value]

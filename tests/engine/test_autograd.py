@@ -11,6 +11,7 @@ import torch
 from palimpsest.engine import autograd, checkpoint, cpu, reference
 from palimpsest.engine.model import Batch, Decoder, KVPages
 from palimpsest.engine.ops import Ops, Spans, select
+from palimpsest.engine.quant import quantise_weight
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
 from palimpsest.tests.tiny_models import make_model_folder
 from torch import Tensor
@@ -198,7 +199,7 @@ def test_an_op_has_the_bits_of_its_kernel_and_the_gradient_of_its_twin(name: str
 
 def test_the_reference_path_is_differentiable() -> None:
     inputs = attention_inputs(torch.float64)
-    assert torch.autograd.gradcheck(attend_with(reference, torch.float64), inputs)
+    assert torch.autograd.gradcheck(attend_with(reference, torch.float64), inputs, fast_mode=True)
     query, key, value = (x.detach() for x in inputs)
     pages = [torch.zeros(4, 1, 3, 4, dtype=torch.float64) for _ in range(2)]
     reference.attend(query, key.requires_grad_(), value, *pages, SLOTS, SPANS, 0.5)
@@ -228,6 +229,14 @@ def test_keys_of_an_earlier_step_are_refused() -> None:
         )  # fmt: skip
     with pytest.raises(ValueError, match="two rows of the batch write one slot"):
         autograd.attend(query, key, value, *pages, SLOTS * 0 + 3, SPANS, 0.5)
+
+
+def test_quantised_layers_are_refused() -> None:
+    x, weight = torch.randn(3, 64), quantise_weight(torch.randn(5, 64), "int8")
+    with pytest.raises(ValueError, match="no gradient"):
+        autograd.quantised_linear(x.requires_grad_(), weight, None)
+    with torch.no_grad():
+        assert_same_bits([autograd.quantised_linear(x, weight, None), cpu.quantised_linear(x, weight, None)])
 
 
 def test_pages_may_be_used_again_before_the_backward_pass() -> None:
