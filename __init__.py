@@ -1,4 +1,4 @@
-"""Palimpsest: a decoding engine and trainer for memory agents, on one set of weights, in one process group."""
+"""Palimpsest: a decoding engine for memory agents."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Abbreviated options are refused: a new one must not change what a script means."""
-    parser = argparse.ArgumentParser(prog="palimpsest", description="Memory agents: read, answer, train.")
+    parser = argparse.ArgumentParser(prog="palimpsest", description="Memory agents: read, answer.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_ask(commands)
     bench = commands.add_parser("bench", help="measure this machine and model", allow_abbrev=False)
@@ -110,11 +110,11 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="KIND",
         help=f"{', '.join(WEIGHTS)}: how linear layers keep their weights (%(default)s)",
     )
-    ask.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
+    ask.add_argument("--threads", type=int, metavar="N", help="CPU threads of the process (torch's choice)")
     ask.add_argument("--strip-thinking", action="store_true", help="keep of a memory what follows </think>")
     ask.add_argument("--json", action="store_true", help="print one JSON document instead of the answer")
     ask.add_argument("--trace", metavar="FILE.jsonl", help="append each turn to this file as it ends")
-    ask.add_argument("--resume", action="store_true", help="go on from the trace after a crash")
+    ask.add_argument("--resume", action="store_true", help="go on from the --trace after a crash; all else as it was")
 
 
 def _show_warning(

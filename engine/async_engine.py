@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from .config import SamplingParams
@@ -20,22 +22,30 @@ __all__ = ["AsyncEngine"]
 T = TypeVar("T")
 
 
+class _News(NamedTuple):
+    """An Update without its sequence."""
+
+    token_ids: array[int]
+    text: str
+    completion: Completion | None
+
+
 class AsyncEngine:
     """Asynchronous twins of Engine's methods. Wrap an engine once, then use it only through the wrapper.
 
     Requests of different tasks run in the same steps, which run by themselves while there is work. Cancelling a task
-    that waits for a request aborts that request.
+    that waits for a request aborts that request. Weights are updated on the engine itself, while nothing is under way.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="palimpsest")
-        # Weak: a sequence that nobody can read any more takes its queue along.
-        self._queues: WeakKeyDictionary[Sequence, asyncio.Queue[Update | Exception]] = WeakKeyDictionary()
+        # Weak: a sequence that nobody can read any more takes its queue along. So no queue may hold a sequence.
+        self._queues: WeakKeyDictionary[Sequence, asyncio.Queue[_News | Exception]] = WeakKeyDictionary()
         self._being_read: WeakSet[Sequence] = WeakSet()
         self._aborts: set[asyncio.Future[None]] = set()  # the event loop itself keeps no reference to a task
         self._driver: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closing = self._closed = False
 
     async def add(
         self,
@@ -47,6 +57,7 @@ class AsyncEngine:
         is_open: bool = False,
     ) -> Sequence:
         """Queue a prompt, as Engine.add; read its updates from `updates`."""
+        self._refuse_when_closing()
         add = partial(self.engine.add, prompt, params, sample=sample, turn=turn, is_open=is_open)
         adding = asyncio.ensure_future(self._call(add))
         try:
@@ -55,6 +66,7 @@ class AsyncEngine:
             # The worker may have queued it already, and nobody will ever read it.
             adding.add_done_callback(self._abort_orphan)
             raise
+        self._refuse_when_closing()
         self._queues[sequence] = asyncio.Queue()
         self._wake()
         return sequence
@@ -74,7 +86,7 @@ class AsyncEngine:
         await self._call(partial(self.engine.abort, sequence))
         self._wake()
 
-    async def updates(self, sequence: Sequence) -> AsyncIterator[Update]:
+    async def updates(self, sequence: Sequence) -> AsyncGenerator[Update, None]:
         """Yield an added sequence's updates, once; the last one holds the completion. Leaving early aborts it.
 
         Raises RequestError if it ends in an error of its own, and what the engine raised if a whole step failed: every
@@ -87,9 +99,10 @@ class AsyncEngine:
         try:
             finished = False
             while not finished:
-                update = await queue.get()
-                if isinstance(update, Exception):
-                    raise update
+                news = await queue.get()
+                if isinstance(news, Exception):
+                    raise news
+                update = Update(sequence, *news)
                 if update.completion is not None:
                     without_error(update.completion, f"sequence {sequence.id}")
                     finished = True
@@ -103,8 +116,9 @@ class AsyncEngine:
     ) -> AsyncIterator[Update]:
         """Complete one prompt, yielding an update per token; as Engine.stream."""
         sequence = await self.add(prompt, params, sample=sample)
-        async for update in self.updates(sequence):
-            yield update
+        async with aclosing(self.updates(sequence)) as updates:
+            async for update in updates:
+                yield update
 
     async def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -123,15 +137,15 @@ class AsyncEngine:
         """End all requests and the worker thread. Readers still get their last updates; new requests are refused."""
         if self._closed:
             return
-        for sequence in list(self._queues):
-            await self.abort(sequence)
-        await asyncio.gather(*self._aborts)
+        self._closing = True
+        # The worker takes its calls in order, so this comes after every request that is still being added.
+        await self._call(self.engine.abort_all)
         self._wake()
         while self._driver is not None:
             await self._driver
             self._wake()
         self._closed = True
-        self._worker.shutdown()
+        self._worker.shutdown(wait=False)
 
     async def _complete(self, sequence: Sequence) -> Completion:
         completion: Completion | None = None
@@ -152,12 +166,15 @@ class AsyncEngine:
             while self.engine.has_work:
                 for update in await self._call(self.engine.step):
                     if update.sequence in self._queues:
-                        self._queues[update.sequence].put_nowait(update)
+                        self._queues[update.sequence].put_nowait(
+                            _News(update.token_ids, update.text, update.completion)
+                        )
         except Exception as error:  # whatever made a step fail must reach every reader
             for sequence, queue in list(self._queues.items()):
                 queue.put_nowait(error)
                 await self._call(partial(self.engine.abort, sequence))
-        self._driver = None
+        finally:
+            self._driver = None
         self._wake()  # for what was added while the failed step was being told
 
     def _abort_later(self, sequence: Sequence) -> None:
@@ -171,7 +188,11 @@ class AsyncEngine:
         if not adding.cancelled() and adding.exception() is None:
             self._abort_later(adding.result())
 
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise RequestError("the AsyncEngine is closed; make a new one")
+
     async def _call(self, function: Callable[[], T]) -> T:
         if self._closed:
-            raise RequestError("the AsyncEngine is closed; make a new one")
+            self._refuse_when_closing()
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)

@@ -24,7 +24,8 @@ class TextStream:
     apart gives the same text: with a byte-level vocabulary this proves that no character crosses the border. Where no
     such border is near (a decoder that drops leading spaces) the window grows, and the text stays right.
 
-    decode: ids to text, special tokens left out. stop: non-empty strings; of several the one that starts first counts.
+    decode: ids to text, special tokens left out. stop: non-empty strings; of several the one completed first
+    counts, and of those that one token completes the one that starts first.
     min_tokens: a stop string counts only when token number min_tokens or a later one completes it.
     """
 
@@ -46,6 +47,11 @@ class TextStream:
     def text(self) -> str:
         """The settled text so far, cut before the stop string; after `finish` the whole text."""
         return "".join(self._shown) + self._held
+
+    @property
+    def count(self) -> int:
+        """How many tokens were pushed."""
+        return len(self._ends)
 
     @property
     def tokens_before_stop(self) -> int:

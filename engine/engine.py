@@ -101,6 +101,8 @@ class Engine:
         self.longest = min(self.window, num_pages * config.page_size)
         self._texts: dict[Sequence, TextStream] = {}
         self._undelivered: list[Update] = []
+        self._to_end: deque[tuple[Sequence, bool]] = deque()
+        self._stepping = self._updating = False
         self._next_id = 0
 
     @property
@@ -134,6 +136,9 @@ class Engine:
         for name, number in (("sample", sample), ("turn", turn)):
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
                 raise RequestError(f"{name} must be a whole number of at least 0, got {number!r}")
+        if not isinstance(is_open, bool):
+            raise RequestError(f"is_open must be True or False, got {is_open!r}")
+        self._require_weights("add a request")
         sequence = Sequence(self._next_id, self._prompt_ids(prompt), params, sample, turn, is_open)
         self.scheduler.add(sequence)
         self._next_id += 1
@@ -152,29 +157,35 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one stays as it is."""
-        if not sequence.finished:
-            self._require_own(sequence)
-            self.scheduler.finish(sequence, "abort")
-            self._undelivered.append(self._update(sequence, array("i")))
+        self._require_own(sequence)
+        self._end(sequence, reported=True)
+
+    def abort_all(self) -> None:
+        """End every sequence, as `abort` does."""
+        for sequence in list(self._texts):
+            self.abort(sequence)
 
     def step(self) -> list[Update]:
         """Run one forward pass over whatever is due; -> one update per sequence that got a token or ended.
 
-        If the pass itself fails (out of memory, Ctrl-C) nothing is lost: the next step computes it again.
+        If it fails anywhere (out of memory, Ctrl-C) nothing is lost: what it left undone is computed again.
         """
-        step = self.scheduler.schedule()
+        self._require_weights("run a step")
+        self._end_noted()
+        self._stepping = True
         try:
+            step = self.scheduler.schedule()
             results = self.runner.run(step)
+            self.scheduler.commit(step, results)
+            for span, result in zip(step.spans, results, strict=True):
+                if span.samples or result.error is not None:
+                    self._undelivered.append(self._update(span.sequence, self._new_ids(span.sequence)))
         except BaseException:
-            self.scheduler.withdraw(step)
+            self._recover()
             raise
-        self.scheduler.commit(step, results)
+        finally:
+            self._stepping = False
         updates, self._undelivered = self._undelivered, []
-        for span, result in zip(step.spans, results, strict=True):
-            if result.error is not None:
-                updates.append(self._update(span.sequence, array("i")))
-            elif span.samples:
-                updates.append(self._update(span.sequence, span.sequence.tokens[-1:]))
         return updates
 
     def generate(
@@ -214,14 +225,18 @@ class Engine:
                 f"this engine's weights are quantised (weights={self.config.weights!r}) and cannot be changed; "
                 "make the engine with weights='native' to train"
             )
+        self._require_weights("begin another update")
         if self.scheduler.unfinished:
             live = len(self.scheduler.running) + len(self.scheduler.waiting)
             raise RequestError(f"{live} sequences are unfinished; finish or abort them before the weights change")
+        self._updating = True
         try:
             yield
         finally:
+            self._updating = False
             self.weights_version += 1
             self.scheduler.pool.forget()
+            self.runner.refresh()
 
     def describe(self) -> dict[str, Any]:
         """What decides an answer besides the prompt: for traces. Plain JSON values."""
@@ -251,9 +266,44 @@ class Engine:
         try:
             yield
         finally:
-            for sequence in sequences:
-                self.abort(sequence)
-            self._undelivered = [update for update in self._undelivered if update.sequence not in sequences]
+            for sequence in list(sequences):
+                self._end(sequence, reported=False)
+
+    def _end(self, sequence: Sequence, reported: bool) -> None:
+        """Abort between two steps: now, or before the next one. reported: whether anybody will read of it.
+
+        A forgotten stream may be collected, and so end its sequence, at any moment: in the middle of a step too.
+        """
+        self._to_end.append((sequence, reported))
+        if not self._stepping:
+            self._end_noted()
+
+    def _end_noted(self) -> None:
+        self._stepping = True
+        while self._to_end:
+            sequence, reported = self._to_end.popleft()
+            if not sequence.finished:
+                self.scheduler.finish(sequence, "abort")
+                self._undelivered.append(self._update(sequence, array("i")))
+            if not reported:
+                self._undelivered = [update for update in self._undelivered if update.sequence is not sequence]
+        self._stepping = False
+
+    def _recover(self) -> None:
+        """After a step that failed anywhere: every sequence is as after its last token, and what was drawn is told."""
+        self.scheduler.recover(self._texts)
+        for sequence in list(self._texts):
+            ids = self._new_ids(sequence)
+            if ids or sequence.finished:
+                self._undelivered.append(self._update(sequence, ids))
+
+    def _new_ids(self, sequence: Sequence) -> array[int]:
+        """The ids of a response that no update has told yet."""
+        return sequence.response[self._texts[sequence].count :]
+
+    def _require_weights(self, what: str) -> None:
+        if self._updating:
+            raise RequestError(f"the weights are being updated; {what} after the update's `with` block")
 
     def _require_own(self, sequence: Sequence) -> None:
         if not sequence.finished and sequence not in self._texts:

@@ -44,14 +44,20 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
+        self._next_node = 1
+        self.root = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Free every page, whoever held it, and empty the index."""
         # A stack, so that the page released last is taken first: it is warm, and untouched memory stays untouched.
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._references = [0] * self.num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._nodes: dict[int, _Node] = {}
         self._children: dict[int, dict[bytes, _Node]] = {}
-        self._next_node = 1
-        self.root = 0
+        # A new root, so that a node number kept from before can never match.
+        self.root, self._next_node = self._next_node, self._next_node + 1
 
     @property
     def available(self) -> int:
@@ -166,12 +172,7 @@ class PagePool:
         """Empty the index after a weight update. No page may be live."""
         if any(self._references):
             raise RuntimeError("the index can't be emptied while sequences hold pages")
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._nodes.clear()
-        self._children.clear()
-        # A new root, so that a node number kept from before can never match.
-        self.root, self._next_node = self._next_node, self._next_node + 1
+        self.reset()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare every count with the tables that are out; RuntimeError names the first broken invariant."""

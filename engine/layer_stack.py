@@ -18,13 +18,17 @@ __all__ = ["LayerStack"]
 
 
 class LayerStack:
-    """A model's layers over one set of pages, for inference. Parameters are read in place, so updates are seen."""
+    """A model's layers over one set of pages, for inference.
+
+    Parameters are read in place, so updates in place are seen; what is replaced is not: make a new LayerStack then.
+    """
 
     def __init__(self, model: Decoder, pages: list[KVPages]) -> None:
         """Model and pages must be such that `fits` holds."""
         config, first = model.config, pages[0].key
         # The addresses below stay valid while these are referred to from here.
-        self._model, self._pages = model, pages
+        self._held = [model.cos, model.sin, *model.parameters(), *model.buffers(), *pages]
+        self._hidden_size = config.hidden_size
         self._decoder = cpu.make_decoder(
             *(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size),
             *(len(model.cos), first.shape[2], first.shape[0], first.dtype == torch.bfloat16),
@@ -51,7 +55,7 @@ class LayerStack:
     def __call__(self, batch: Batch) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""
         spans = batch.spans
-        hidden = torch.empty(len(batch.ids), self._model.config.hidden_size, dtype=torch.float32)
+        hidden = torch.empty(len(batch.ids), self._hidden_size, dtype=torch.float32)
         self._decoder.run(
             *(batch.ids.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), len(batch.ids)),
             *(spans.query_start.data_ptr(), spans.kv_length.data_ptr(), spans.pages.data_ptr()),

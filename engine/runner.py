@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
 from .layer_stack import LayerStack
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
@@ -41,13 +42,23 @@ class Runner:
         self.model, self.page_size, self.eos_ids = model, page_size, eos_ids
         config = model.config
         shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-        self.pages = [
-            KVPages(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
-            for _ in range(config.num_layers)
-        ]
+        try:
+            self.pages = [
+                KVPages(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
+                for _ in range(config.num_layers)
+            ]
+        except RuntimeError as error:
+            size = num_pages * page_bytes(config, page_size, kv_dtype)
+            raise ConfigError(
+                f"the KV pool of {size:,} bytes can't be allocated; lower EngineConfig.kv_bytes or kv_share"
+            ) from error
         self.run_layers: Callable[[Batch], Tensor] = partial(model, pages=self.pages)
-        if LayerStack.fits(model, self.pages):
-            self.run_layers = LayerStack(model, self.pages)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See the model anew, after its parameters or layers were changed or replaced."""
+        fits = LayerStack.fits(self.model, self.pages)
+        self.run_layers = LayerStack(self.model, self.pages) if fits else partial(self.model, pages=self.pages)
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[SpanResult]:

@@ -1,6 +1,6 @@
 """Scheduler: what the next step computes. Pure Python, no tensors; it never calls the runner, nor the runner it.
 
-Decode tokens of running sequences go first, then prefill pieces, then newly admitted prompts, all within one token
+Sequences in their response go first, then prefill pieces, then newly admitted prompts, all within one token
 budget. A prompt is admitted when pages for the whole of it are there. When a running sequence needs a page and none
 is left, the sequence admitted last gives up its pages and is computed again later; the oldest one always goes on, so
 all finish.
@@ -23,11 +23,10 @@ __all__ = ["PageCopy", "Scheduler", "Span", "SpanResult", "Step"]
 
 @dataclass(frozen=True)
 class PageCopy:
-    """Copy the first `slots` slots of page `source` to page `target`, before the step writes anything."""
+    """Copy page `source` to page `target`, whose first tokens are the same, before the step writes anything."""
 
     source: int
     target: int
-    slots: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next step would compute anything; only open sequences can be without work."""
-        return any(_pending(sequence) > 0 for sequence in (*self.running, *self.waiting))
+        return any(_pending(sequence) > 0 for sequence in self.running) or any(map(_is_due, self.waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. RequestError if it could never run, even alone."""
@@ -161,13 +160,19 @@ class Scheduler:
             if result.token_id is not None:
                 self._append(sequence, result.token_id, result)
 
-    def withdraw(self, step: Step) -> None:
-        """Take back a step that failed: what it wrote is unknown, so its sequences are computed again."""
-        computed = {span.sequence for span in step.spans}
-        targets = {copy.target for copy in step.copies}
-        for sequence in self.running[::-1]:
-            if sequence in computed or not targets.isdisjoint(sequence.pages):
-                self._preempt(sequence, _Plan(0))
+    def recover(self, sequences: Iterable[Sequence]) -> None:
+        """After a step that failed anywhere: all unfinished sequences wait again, in order, and no page holds anything.
+
+        A token whose log-probability was not entered yet is drawn again.
+        """
+        self.pool.reset()
+        self.running.clear()
+        self.waiting.clear()
+        for sequence in sorted((s for s in sequences if not s.finished), key=lambda s: s.id):
+            sequence.pages, sequence.chain, sequence.computed = [], [], 0
+            sequence.status = Status.WAITING
+            del sequence.tokens[sequence.prompt_length + len(sequence.logprobs) :]
+            self.waiting.append(sequence)
 
     def check(self) -> None:
         """RuntimeError if any page is lost, doubled or wrongly counted."""
@@ -210,7 +215,7 @@ class Scheduler:
     def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences in order while budget, places and pages last."""
         for sequence in list(self.waiting):
-            if _pending(sequence) <= 0:
+            if not _is_due(sequence):
                 continue
             if plan.budget <= 0 or len(self.running) >= self.max_sequences or not self._start(sequence, plan):
                 return
@@ -225,7 +230,7 @@ class Scheduler:
         self.pool.acquire(match.pages)
         fresh = self.pool.allocate(self.pool.pages_for(total) - len(match.pages))
         if match.source is not None:
-            plan.copies.append(PageCopy(match.source, fresh[0], match.partial))
+            plan.copies.append(PageCopy(match.source, fresh[0]))
         sequence.pages, sequence.chain = match.pages + fresh, match.nodes
         sequence.computed = len(match.pages) * self.pool.page_size + match.partial
         if sequence.furthest == 0:
@@ -313,6 +318,15 @@ class _Plan:
 def _pending(sequence: Sequence) -> int:
     """Tokens that could be computed now. An open sequence keeps its last one back: the response is drawn from it."""
     return len(sequence.tokens) - sequence.computed - sequence.is_open
+
+
+def _is_due(sequence: Sequence) -> bool:
+    """Whether a waiting sequence should be admitted.
+
+    An open one whose tokens were all computed before, and that gave its pages up since, waits until it grows or closes:
+    two such could take each other's pages for ever.
+    """
+    return _pending(sequence) > 0 and not (sequence.is_open and sequence.furthest >= len(sequence.tokens) - 1)
 
 
 def _is_decoding(sequence: Sequence) -> bool:

@@ -42,7 +42,7 @@ class Counters:
     """What a response cost.
 
     prompt_tokens: length of the prompt. cached_tokens: of those, taken from resident pages at the first admission.
-    prefilled_tokens: prompt tokens computed. recomputed_tokens: tokens computed a second time after preemption.
+    prefilled_tokens: prompt tokens computed. recomputed_tokens: tokens computed though a page had held them before.
     decode_steps: steps that computed a token of the response. preemptions: how often its pages were taken away.
     """
 

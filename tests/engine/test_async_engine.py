@@ -157,3 +157,35 @@ def test_cancelled_requests_leave_no_queues(engine: Engine) -> None:
         assert len(wrapper._queues) <= 2
 
     run(engine, test)
+
+
+def test_an_event_loop_that_ends_early_leaves_the_wrapper_usable(engine: Engine) -> None:
+    wrapper = AsyncEngine(engine)
+
+    async def leave() -> None:
+        await wrapper.add("The lamps", LONG)
+        await asyncio.sleep(0.05)
+
+    async def come_back() -> None:
+        completion = (await wrapper.generate(["The harbour"], PARAMS))[0]
+        assert completion.finish_reason == "length"
+        await wrapper.aclose()
+
+    asyncio.run(leave())
+    asyncio.run(asyncio.wait_for(come_back(), timeout=60))
+    assert not engine.unfinished
+
+
+def test_a_request_added_while_closing_is_refused_not_forgotten(engine: Engine) -> None:
+    async def test(wrapper: AsyncEngine) -> None:
+        await wrapper.add("The lamps", LONG)
+        adding = asyncio.create_task(wrapper.generate(["The harbour"], LONG))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(wrapper.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="closed"):
+            await wrapper.add("The keeper", LONG, is_open=True)
+        results = await asyncio.gather(adding, closing, return_exceptions=True)
+        assert isinstance(results[0], RequestError) or results[0][0].finish_reason == "abort"  # type: ignore[index]
+
+    run(engine, test)

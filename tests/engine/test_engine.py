@@ -333,3 +333,110 @@ def test_pages_in_float64_need_plain_torch(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"KV pages, not torch\.float64"):
         Engine(folder, replace(CONFIG, kv_dtype="float64", backend="cpu"))
     assert Engine(folder, replace(CONFIG, kv_dtype="float64")).describe()["backend"] == "reference"
+
+
+def test_weights_and_layers_that_are_replaced_in_an_update_are_seen(folder: Path) -> None:
+    engine, expected = Engine(folder, CONFIG), Engine(folder, CONFIG)
+    with expected.update():
+        for parameter in expected.model.parameters():
+            parameter.mul_(-0.5)
+        torch.nn.init.zeros_(expected.model.layers[0].mlp.down_proj.weight)
+    with engine.update():
+        for parameter in engine.model.parameters():
+            parameter.data = parameter.data * -0.5
+
+        class Silence(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.zeros(len(x), engine.model.config.hidden_size)
+
+        engine.model.layers[0].mlp.down_proj = Silence()  # type: ignore[assignment]
+    assert engine.generate(["The lamps"], GREEDY)[0].logprobs == expected.generate(["The lamps"], GREEDY)[0].logprobs
+
+
+def test_nothing_runs_while_weights_are_updated(folder: Path) -> None:
+    engine = Engine(folder, CONFIG)
+    with engine.update():
+        for call in (lambda: engine.generate(["The lamps"], GREEDY), engine.step, engine.update().__enter__):
+            with pytest.raises(RequestError, match="being updated"):
+                call()
+    assert engine.generate(["The lamps"], GREEDY)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("place", ["schedule", "run", "commit", "update"])
+def test_a_step_that_fails_anywhere_loses_neither_pages_nor_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    engine = Engine(folder, CONFIG)
+    prompts = ["The lamps", "The harbour town of Ostrel has two mills", "The keeper"]
+    params = replace(GREEDY, prompt_logprobs=True)
+    expected = engine.generate(prompts, params)
+    sequences = [engine.add(prompt, params) for prompt in prompts]
+    updates = engine.step() + engine.step()
+    owner, name = {
+        "schedule": (engine.scheduler.pool, "allocate"),
+        "run": (engine.runner, "run_layers"),
+        "commit": (engine.scheduler, "_publish"),
+        "update": (engine, "_update"),
+    }[place]
+    original, calls = getattr(owner, name), 0
+
+    def fail_on_the_second(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if place == "run" else 2):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, fail_on_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.unfinished:
+            updates += engine.step()
+    monkeypatch.undo()
+    engine.scheduler.check()
+    while engine.unfinished:
+        updates += engine.step()
+        engine.scheduler.check()
+    for sequence, completion in zip(sequences, expected, strict=True):
+        mine = [update for update in updates if update.sequence is sequence]
+        assert [token for update in mine for token in update.token_ids] == list(completion.token_ids)
+        assert "".join(update.text for update in mine) == completion.text
+        assert mine[-1].completion is not None and mine[-1].completion.logprobs == completion.logprobs
+        assert mine[-1].completion.prompt_logprobs == completion.prompt_logprobs
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine.generate(["The harbour"], GREEDY)[0]
+    forgotten = [engine.stream("The lamps", GREEDY)]
+    next(forgotten[0])
+    run = engine.runner.run
+
+    def collect_then_run(step: object) -> object:
+        forgotten.clear()
+        return run(step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.runner, "run", collect_then_run)
+    assert engine.generate(["The harbour"], GREEDY)[0].token_ids == expected.token_ids
+    monkeypatch.undo()
+    engine.scheduler.check()
+    assert not engine.unfinished
+
+
+def test_two_idle_open_sequences_do_not_take_each_others_place_for_ever(folder: Path) -> None:
+    engine = Engine(folder, replace(CONFIG, max_sequences=1))
+    opened = [engine.add(list(range(3, 20 + i)), GREEDY, is_open=True) for i in range(2)]
+    for _ in range(20):
+        engine.step()
+    assert not engine.has_work
+    assert sum(sequence.counters.preemptions for sequence in opened) <= 2
+    for sequence in opened:
+        engine.close(sequence)
+    while engine.unfinished:
+        engine.step()
+    assert [sequence.finish_reason for sequence in opened] == ["length", "length"]
+
+
+def test_a_pool_that_cannot_be_allocated_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lower EngineConfig\.kv_bytes"):
+        Engine(folder, replace(CONFIG, kv_bytes=1 << 60))

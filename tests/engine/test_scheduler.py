@@ -44,9 +44,9 @@ class PageReader:
         self.pages = [[-1] * PAGE for _ in range(num_pages)]
 
     def run(self, step: Step) -> list[SpanResult]:
-        copied = [(copy.target, list(self.pages[copy.source][: copy.slots])) for copy in step.copies]
+        copied = [(copy.target, list(self.pages[copy.source])) for copy in step.copies]
         for target, slots in copied:
-            self.pages[target][: len(slots)] = slots
+            self.pages[target][:] = slots
         for span in step.spans:
             for i, token in enumerate(span.ids, span.start):
                 self.pages[span.pages[i // PAGE]][i % PAGE] = token
