@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
     from .engine.config import AgentConfig, EngineConfig, SamplingParams
-    from .engine.engine import Engine, Update
+    from .engine.engine import Engine
     from .engine.errors import CheckpointError, ConfigError, PalimpsestError, RequestError, TraceError
     from .engine.memory_agent import MemoryAgent, Reading, Turn
     from .engine.sequence import Completion, Segment
+    from .engine.stream import Update
 
 __version__ = "0.1.0"
 
@@ -42,10 +43,11 @@ __all__ = [
 _HOMES = {
     "async_engine": ("AsyncEngine",),
     "config": ("AgentConfig", "EngineConfig", "SamplingParams"),
-    "engine": ("Engine", "Update"),
+    "engine": ("Engine",),
     "errors": ("CheckpointError", "ConfigError", "PalimpsestError", "RequestError", "TraceError"),
     "memory_agent": ("MemoryAgent", "Reading", "Turn"),
     "sequence": ("Completion", "Segment"),
+    "stream": ("Update",),
 }
 
 

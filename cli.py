@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flushed(code: int) -> int:
     """The exit code, with all output written; what cannot be is dropped here, or Python would try again at exit."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE if isinstance(error, BrokenPipeError) else EXIT_ERROR

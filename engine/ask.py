@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command with the arguments that cli.py parsed; -> exit code. Raises PalimpsestError."""
     if args.resume and args.trace is None:
         raise ConfigError("--resume needs --trace FILE, the trace to go on with")
+    if sys.stdout is None:
+        raise RequestError("standard output is closed, so the answer could not be shown; leave it open")
     console = Console(stderr=True, highlight=False, markup=False)
     sha256 = None if args.trace is None else file_sha256(args.file)
     document = open_document(args.file)

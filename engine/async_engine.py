@@ -13,9 +13,11 @@ from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from .config import SamplingParams
-from .engine import Engine, Prompt, Update, pair_with_params, without_error
+from .engine import Engine
 from .errors import RequestError
+from .prompt import Prompt, pair_with_params
 from .sequence import Completion, Sequence
+from .stream import Update, without_error
 
 __all__ = ["AsyncEngine"]
 

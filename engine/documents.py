@@ -53,6 +53,8 @@ def open_document(path: str | Path) -> Document:
     that is missing, unreadable or of another kind, and for a reader that is not installed.
     """
     if str(path) == STDIN:
+        if sys.stdin is None:
+            raise RequestError("standard input is closed; name a file, or pipe the text in")
         return Document("standard input", None, partial(_text, sys.stdin.buffer))
     path = _path(path)
     status = _status(path)

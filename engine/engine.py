@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +19,23 @@ from .config import EngineConfig, SamplingParams
 from .detokenizer import TextStream
 from .errors import ConfigError, RequestError
 from .kv_cache import PagePool
-from .memory import available_bytes
+from .memory import pool_pages
 from .model import Decoder
 from .model_config import ModelConfig
 from .ops import select
+from .prompt import Prompt, pair_with_params, prompt_ids
 from .quant import quantise, replace_weights
 from .runner import Runner, page_bytes
 from .sampler import check_params
 from .scheduler import Scheduler
-from .sequence import Completion, Segment, Sequence
+from .sequence import Completion, Sequence
+from .stream import Stream, Update, require_delivery, without_error
 from .tokenizer import Tokenizer
 
-__all__ = ["Engine", "Prompt", "Stream", "Update", "pair_with_params", "without_error"]
+__all__ = ["Engine"]
 
 # Elements of each parameter that the fingerprint reads.
 FINGERPRINT_ELEMENTS = 512
-
-Prompt = str | Iterable[int] | Seq[Segment]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one step brought for one sequence.
-
-    token_ids: the ids drawn, int32. text: new text that no later token can change. completion: set when the sequence
-    is finished.
-    """
-
-    sequence: Sequence
-    token_ids: array[int]
-    text: str
-    completion: Completion | None
 
 
 class Engine:
@@ -85,7 +70,7 @@ class Engine:
             replace_weights(self.model, checkpoint.packed_weights(loaded))
         elif config.weights != "native":
             quantise(self.model, config.weights)
-        num_pages = _num_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window)
+        num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0
         self.runner = Runner(
@@ -139,7 +124,14 @@ class Engine:
         if not isinstance(is_open, bool):
             raise RequestError(f"is_open must be True or False, got {is_open!r}")
         self._require_weights("add a request")
-        sequence = Sequence(self._next_id, self._prompt_ids(prompt), params, sample, turn, is_open)
+        sequence = Sequence(
+            self._next_id,
+            prompt_ids(prompt, self.tokenizer, self.model.config.vocab_size),
+            params,
+            sample,
+            turn,
+            is_open,
+        )
         self.scheduler.add(sequence)
         self._next_id += 1
         self._texts[sequence] = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
@@ -148,7 +140,7 @@ class Engine:
     def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
         """Append token ids to an open sequence's prompt. Raises RequestError if it is not open or would not fit."""
         self._require_own(sequence)
-        self.scheduler.extend(sequence, self._prompt_ids(ids))
+        self.scheduler.extend(sequence, prompt_ids(ids, self.tokenizer, self.model.config.vocab_size))
 
     def close(self, sequence: Sequence) -> None:
         """End an open sequence's prompt; its response is drawn from the next step on."""
@@ -205,7 +197,7 @@ class Engine:
                 for update in self.step_for(added):
                     if update.completion is not None:
                         done[update.sequence] = update.completion
-                _require_delivery([sequence for sequence in added if sequence.finished and sequence not in done])
+                require_delivery([sequence for sequence in added if sequence.finished and sequence not in done])
         return [without_error(done[sequence], f"prompt {i}") for i, sequence in enumerate(added)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0) -> Stream:
@@ -334,100 +326,6 @@ class Engine:
         del self._texts[sequence]
         return Update(sequence, ids, text, _completion(sequence, stream))
 
-    def _prompt_ids(self, prompt: Prompt) -> array[int]:
-        """Token ids of any kind of prompt, int32. Raises RequestError for ids outside the vocabulary."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode_prompt(prompt)
-        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
-            raise RequestError(f"a prompt is a str, token ids or segments, got {prompt!r}")
-        parts = list(prompt)
-        segments = [part for part in parts if isinstance(part, Segment)]
-        ids = _as_ids(parts) if not segments else array("i", (token for segment in segments for token in segment.ids))
-        if segments and len(segments) < len(parts):
-            raise RequestError("a prompt mixes segments with other things; give a str, token ids or segments only")
-        vocabulary = self.model.config.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-            wrong = next(token for token in ids if not 0 <= token < vocabulary)
-            raise RequestError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
-        return ids
-
-
-class Stream(Iterator[Update]):
-    """The updates of one sequence. `close`, a `with` block or letting go of it aborts what is not finished."""
-
-    def __init__(self, engine: Engine, sequence: Sequence) -> None:
-        self._engine, self._sequence = engine, sequence
-        self._pending: deque[Update] = deque()
-        self._over = False
-
-    def __next__(self) -> Update:
-        """The next update. Raises RequestError if the request ends in an error."""
-        if self._over:
-            raise StopIteration
-        while not self._pending:
-            self._pending.extend(self._engine.step_for([self._sequence]))
-            _require_delivery([self._sequence] if self._sequence.finished and not self._pending else [])
-        update = self._pending.popleft()
-        if update.completion is not None:
-            self._over = True
-            without_error(update.completion, f"sequence {self._sequence.id}")
-        return update
-
-    def close(self) -> None:
-        """Abort the sequence if it is not finished; the stream then ends."""
-        self._over = True
-        with self._engine.aborting([self._sequence]):
-            pass
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _require_delivery(missing: list[Sequence]) -> None:
-    """A driver must not wait for ever for updates that somebody else has taken."""
-    if missing:
-        raise RequestError(
-            f"the last update of sequence {missing[0].id} was handed out by another call of Engine.step; "
-            "use step_for with one's own sequences beside generate and stream"
-        )
-
-
-def pair_with_params(
-    prompts: Iterable[Prompt], params: SamplingParams | Seq[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt of a list with its SamplingParams. RequestError for a single prompt, or numbers that differ."""
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
-        raise RequestError(f"generate takes a list of prompts, got {prompts!r}; put a single one into a list")
-    each = list(prompts)
-    if each and isinstance(each[0], int):
-        raise RequestError("generate takes a list of prompts; put a single one into a list: generate([prompt])")
-    chosen = [params] * len(each) if params is None or isinstance(params, SamplingParams) else list(params)
-    if len(chosen) != len(each):
-        raise RequestError(f"{len(each)} prompts but {len(chosen)} SamplingParams; give one, or one per prompt")
-    return list(zip(each, chosen, strict=True))
-
-
-def without_error(completion: Completion, whose: str) -> Completion:
-    """The completion itself; RequestError if it ended in an error."""
-    if completion.finish_reason == "error":
-        raise RequestError(f"{whose} failed after {len(completion.token_ids)} tokens: {completion.error}")
-    return completion
-
-
-def _as_ids(parts: list[Any]) -> array[int]:
-    try:
-        return array("i", parts)
-    except (TypeError, OverflowError) as error:
-        raise RequestError(
-            f"a prompt is a str, token ids or segments; these are not 32-bit token ids ({error})"
-        ) from error
-
 
 def _completion(sequence: Sequence, stream: TextStream) -> Completion:
     params = sequence.params
@@ -463,17 +361,3 @@ def _window(config: EngineConfig, model: ModelConfig) -> int:
             'rope_scaling={"rope_type": "yarn", "factor": ...} if the model was made for that'
         )
     return config.max_context
-
-
-def _num_pages(config: EngineConfig, bytes_per_page: int, window: int) -> int:
-    """Size of the KV pool: kv_bytes if given, else kv_share of what is free, at most max_sequences full windows."""
-    if config.kv_bytes is not None:
-        pages = config.kv_bytes // bytes_per_page
-    else:
-        free = available_bytes()
-        wanted = config.max_sequences * -(-window // config.page_size)
-        pages = min(wanted, int(free * config.kv_share) // bytes_per_page)
-    if pages < 1:
-        given = f"kv_bytes={config.kv_bytes}" if config.kv_bytes is not None else f"kv_share={config.kv_share}"
-        raise ConfigError(f"{given} holds not even one page of {bytes_per_page} bytes; raise it or lower page_size")
-    return pages

@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and how many pages of KV that makes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_bytes"]
+from .config import EngineConfig
+from .errors import ConfigError
+
+__all__ = ["available_bytes", "pool_pages"]
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -20,3 +23,20 @@ def available_bytes() -> int:
     except (OSError, ValueError):
         return free
     return free if limit == "max" else max(min(free, int(limit) - used), 0)
+
+
+def pool_pages(config: EngineConfig, bytes_per_page: int, window: int) -> int:
+    """Pages of the KV pool: kv_bytes if given, else kv_share of what is free, at most max_sequences full windows.
+
+    Raises ConfigError when that is not one page.
+    """
+    if config.kv_bytes is not None:
+        pages = config.kv_bytes // bytes_per_page
+    else:
+        free = available_bytes()
+        wanted = config.max_sequences * -(-window // config.page_size)
+        pages = min(wanted, int(free * config.kv_share) // bytes_per_page)
+    if pages < 1:
+        given = f"kv_bytes={config.kv_bytes}" if config.kv_bytes is not None else f"kv_share={config.kv_share}"
+        raise ConfigError(f"{given} holds not even one page of {bytes_per_page} bytes; raise it or lower page_size")
+    return pages

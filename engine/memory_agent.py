@@ -96,6 +96,7 @@ class MemoryReading:
         return Reading(self._answer, self.memory_text, self._turns, self.counters)
 
     def started(self, request: Request) -> TurnStarted:
+        """The event that a request was handed to the engine."""
         prompt_tokens = sum(len(segment.ids) for segment in request.segments)
         return TurnStarted(
             kind=request.kind,

@@ -82,6 +82,7 @@ class Attention(nn.Module):
             self.k_norm = Norm(config.head_dim, config.rms_norm_eps, ops)
 
     def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden], writing the rows' keys and values to their slots."""
         ops, head_dim = self.ops, self.config.head_dim
         query = self.q_proj(x).view(len(x), -1, head_dim)
         key = self.k_proj(x).view(len(x), -1, head_dim)

@@ -70,6 +70,7 @@ class Turn:
 
     @classmethod
     def of(cls, request: Request, completion: Completion) -> Turn:
+        """What came of a request."""
         return cls(
             kind=request.kind,
             index=request.index,

@@ -38,6 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """See ops.Ops.quantised_linear."""
     groups = F.pad(x, (0, -x.shape[1] % 32)).unfold(1, 32, 32)
     largest = groups.abs().amax(dim=2, keepdim=True)
     # A number divided by a tensor is computed as a product with the reciprocal: both operands must be tensors.
@@ -77,6 +78,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
     scale: float,
 ) -> Tensor:  # fmt: skip
+    """See ops.Ops.attend."""
     write_kv(key.detach(), value.detach(), key_pages, value_pages, slots)
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         # Autograd follows keys and values through a copy of the pages.
@@ -91,6 +93,7 @@ def _gather(pages: Tensor, numbers: Tensor, length: int) -> Tensor:
 
 
 def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+    """The attending half of ops.Ops.attend: [T, heads, head_dim] over the spans' pages."""
     out = torch.empty_like(query)
     page_size = key_pages.shape[2]
     starts = spans.query_start.tolist()

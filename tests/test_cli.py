@@ -179,6 +179,13 @@ def test_an_answer_that_cannot_be_written_is_told(document, options):
     assert "answer" in json.loads(answer)
 
 
+@pytest.mark.parametrize(("file", "redirect", "message"), [("story.txt", ">&-", "output"), ("-", "<&-", "input")])
+def test_closed_standard_streams_are_told_before_anything_is_read(document, options, file, redirect, message):
+    code, _, err = shell([document if file != "-" else "-", QUESTION, *options], redirect)
+    assert code == 2
+    assert f"standard {message} is closed" in err and "Traceback" not in err
+
+
 def test_a_trace_needs_a_document_that_can_be_read_again(tmp_path, options, capsys):
     os.mkfifo(tmp_path / "pipe.txt")
     assert main(["ask", str(tmp_path / "pipe.txt"), QUESTION, *options, "--trace", str(tmp_path / "t.jsonl")]) == 2
