@@ -291,7 +291,7 @@ class Engine:
 
     def _new_ids(self, sequence: Sequence) -> array[int]:
         """The ids of a response that no update has told yet."""
-        return sequence.response[self._texts[sequence].count :]
+        return sequence.tokens[sequence.prompt_length + self._texts[sequence].count :]
 
     def _require_weights(self, what: str) -> None:
         if self._updating:

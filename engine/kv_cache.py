@@ -64,14 +64,6 @@ class PagePool:
         """Pages that `allocate` could hand out now."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
-
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens fill, the last one perhaps partly."""
         return -(-tokens // self.page_size)

@@ -205,6 +205,7 @@ class MemoryAgent:
         asked: dict[Sequence, tuple[int, Request]] = {}
 
         def start(index: int) -> Event:
+            """Hand a reading's next turn to the engine, or say that it has its answer."""
             request = readings[index].next()
             if request is None:
                 return Answered(_finished(readings[index]))

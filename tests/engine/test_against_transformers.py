@@ -50,7 +50,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> tuple[list[
     return ids[len(prompt) :], logprobs
 
 
-def compare(engine: Engine, model: torch.nn.Module, lengths: list[int], count: int) -> None:
+def check_equality(engine: Engine, model: torch.nn.Module, lengths: list[int], count: int) -> None:
     generator = torch.Generator().manual_seed(1)
     vocabulary = engine.model.config.vocab_size
     prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
@@ -75,7 +75,7 @@ def test_tiny_models(tmp_path: Path, model_type: str, overrides: dict[str, Any],
     folder = make_model_folder(tmp_path, model_type, **overrides)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     engine = Engine(folder, EngineConfig(kv_bytes=1 << 24, max_step_tokens=700, backend=backend))
-    compare(engine, model, [1, 2, 17, 300, 3000], 12)
+    check_equality(engine, model, [1, 2, 17, 300, 3000], 12)
 
 
 def test_yarn_from_the_engines_configuration_equals_yarn_in_the_models(tmp_path: Path) -> None:
@@ -99,4 +99,4 @@ def test_smollm2() -> None:
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(load(path, torch.float32).folder, dtype=torch.float32).eval()
     engine = Engine(path, EngineConfig(kv_bytes=1 << 29))
-    compare(engine, model, [1, 200, 3000], 16)
+    check_equality(engine, model, [1, 200, 3000], 16)

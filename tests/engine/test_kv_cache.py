@@ -64,7 +64,7 @@ def test_a_page_computed_twice_is_kept_once() -> None:
     again, kept = pool.publish(pool.root, ids(5, 6).tobytes(), second[0])
     assert (again, kept) == (node, page) == (node, first[0])
     pool.check([first, [kept]])
-    assert pool.num_free == 3
+    assert pool.available == 3
 
 
 def test_forgetting_empties_the_index_and_old_nodes_never_match() -> None:
@@ -76,7 +76,7 @@ def test_forgetting_empties_the_index_and_old_nodes_never_match() -> None:
     pool.release(table)
     pool.forget()
     assert pool.match(ids(1, 1, 2, 2), 4).pages == []
-    assert (pool.num_free, pool.num_idle) == (4, 0)
+    assert pool.available == 4
     assert pool.root != root
     pool.check([])
 
