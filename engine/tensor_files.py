@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import CheckpointError
 from .json_fields import Fields, parse_object
 
-__all__ = ["StoredTensor", "find_tensors", "write_tensors"]
+__all__ = ["StoredTensor", "find_tensors", "read_header", "write_tensors"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,7 +70,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises CheckpointError, naming the file, when one is absent, truncated or damaged, or when there are only pickles.
     """
     if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
+        return read_header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(_nothing_found(folder))
     index = Fields(parse_object(_content(folder / INDEX), str(folder / INDEX), AGAIN), str(folder / INDEX), AGAIN)
@@ -81,7 +81,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     for shard in sorted(set(places.values())):
         if shard not in present:
             raise CheckpointError(f"shard {shard!r} of {folder / INDEX} is absent; download it")
-        tensors |= _read_header(folder / shard)
+        tensors |= read_header(folder / shard)
     for name, shard in places.items():
         if name not in tensors or tensors[name].file.name != shard:
             raise CheckpointError(f"tensor {name!r} is not in {folder / shard}, where {INDEX} puts it; {AGAIN}")
@@ -108,7 +108,7 @@ def _nothing_found(folder: Path) -> str:
     return f"{folder} holds neither {SINGLE} nor {INDEX}; give a Hugging Face model folder or a .gguf file"
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, which must lie one after the other and fill it, as the format asks."""
     size = file.stat().st_size
     length = int.from_bytes(_content(file, 8), "little")

@@ -1,0 +1,211 @@
+"""LoRA: low-rank adapters put onto the linear layers of a finished model, trained and rolled out without merging.
+
+y = x W^T + b + (alpha / rank) (x A^T) B^T, A drawn at random, B = 0 at first (LoRA, arXiv 2106.09685, section 4.1). The
+parameters of the model keep their names and storage. On disk: the layout of the library PEFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .checkpoint import new_folder, read_json, write_json
+from .config import _require, _require_int, _require_number, _tuple
+from .errors import CheckpointError, ConfigError
+from .model import Decoder, Linear
+from .tensor_files import StoredTensor, read_header
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["LoraConfig", "LoraLinear", "adapters", "add", "disabled", "load", "save"]
+
+LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# What PEFT can put into an adapter_config.json that changes what the adapter computes, and the values that do not.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+}
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """rank: of the update of each layer. alpha: it is scaled by alpha / rank. targets: which linear layers of every
+    decoder layer get one. seed: of the initial A."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = LINEAR_NAMES
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_int("LoraConfig", "rank", self.rank, 1)
+        _require_number("LoraConfig", "alpha", self.alpha, 0.0, 1e6, open_low=True)
+        _require_int("LoraConfig", "seed", self.seed, 0)
+        object.__setattr__(self, "targets", _tuple("LoraConfig", "targets", self.targets))
+        allowed = ", ".join(LINEAR_NAMES)
+        _require(bool(self.targets), f"LoraConfig.targets must name at least one of {allowed}")
+        for target in self.targets:
+            _require(target in LINEAR_NAMES, f"LoraConfig.targets must be among {allowed}, got {target!r}")
+
+
+class LoraLinear(Linear):
+    """A linear layer with an adapter. lora_A: [rank, in]; lora_B: [out, rank], in the type of the activations."""
+
+    def __init__(self, base: Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        """Takes over the parameters of `base`."""
+        nn.Module.__init__(self)
+        self.ops, self.weight, self.bias = base.ops, base.weight, base.bias
+        outputs, inputs = base.weight.shape
+        dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
+        bound = 1 / math.sqrt(inputs)  # as PEFT draws it: Kaiming's uniform with a = sqrt(5)
+        first = torch.empty(config.rank, inputs, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        self.lora_A = nn.Parameter(first, requires_grad=False)
+        self.lora_B = nn.Parameter(torch.zeros(outputs, config.rank, dtype=dtype), requires_grad=False)
+        self.scale = config.alpha / config.rank
+        self.enabled = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]; each row by itself, as in every op."""
+        out = super().forward(x)
+        if not self.enabled:
+            return out
+        low = self.ops.linear(x, self.lora_A, None) * self.scale
+        return out + self.ops.linear(low, self.lora_B, None)
+
+
+def adapters(model: Decoder) -> dict[str, LoraLinear]:
+    """The model's adapters by the name of their layer; none without LoRA."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def add(engine: Engine, config: LoraConfig) -> None:
+    """Put fresh adapters onto an engine's model: what it computes stays the same until they are trained.
+
+    Raises ConfigError if the model has adapters, RequestError as Engine.update does.
+    """
+    model = engine.model
+    if adapters(model):
+        raise ConfigError("this engine's model has LoRA adapters already; make another engine for others")
+    generator = torch.Generator().manual_seed(config.seed)
+    with engine.update():
+        for layer in model.layers:
+            for part in (layer.self_attn, layer.mlp):
+                for name, module in list(part.named_children()):
+                    if name in config.targets and isinstance(module, Linear):
+                        setattr(part, name, LoraLinear(module, config, generator))
+
+
+@contextlib.contextmanager
+def disabled(model: Decoder) -> Iterator[None]:
+    """Inside the block the model computes as if it had no adapters."""
+    layers = adapters(model).values()
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+def save(model: Decoder, folder: str | Path, base: str | Path | None = None) -> None:
+    """Write the adapters to a new folder that PEFT and `load` read. base: what PEFT is to call the model below.
+
+    Raises ConfigError for a model without adapters, CheckpointError when the folder cannot be written.
+    """
+    layers = adapters(model)
+    if not layers:
+        raise ConfigError("this model has no LoRA adapters to save; put some on with lora.add")
+    some = next(iter(layers.values()))
+    rank = len(some.lora_A)
+    tensors = {}
+    for name, layer in layers.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().contiguous()
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base),
+        "r": rank,
+        "lora_alpha": some.scale * rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with new_folder(Path(folder), sum(tensor.nbytes for tensor in tensors.values())) as place:
+        write_json(place / CONFIG_FILE, values)
+        save_file(tensors, place / TENSOR_FILE, metadata={"format": "pt"})
+
+
+def load(engine: Engine, folder: str | Path) -> None:
+    """Put the adapters of a PEFT folder onto an engine's model.
+
+    Raises CheckpointError for files that are absent, damaged, of another model, or of a kind of adapter that is not
+    plain LoRA; otherwise as `add` does.
+    """
+    place = Path(folder)
+    config = _read_config(place)
+    stored = read_header(place / TENSOR_FILE)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, module in engine.model.named_modules():
+        if isinstance(module, Linear) and path.rpartition(".")[2] in config.targets:
+            outputs, inputs = module.weight.shape
+            shapes[f"{PREFIX}{path}.lora_A.weight"] = (config.rank, inputs)
+            shapes[f"{PREFIX}{path}.lora_B.weight"] = (outputs, config.rank)
+    tensors = _read_all(place, stored, shapes)
+    add(engine, config)
+    with engine.update(), torch.no_grad():
+        for name, layer in adapters(engine.model).items():
+            layer.lora_A.copy_(tensors[f"{PREFIX}{name}.lora_A.weight"])
+            layer.lora_B.copy_(tensors[f"{PREFIX}{name}.lora_B.weight"])
+
+
+def _read_config(place: Path) -> LoraConfig:
+    file = place / CONFIG_FILE
+    values = read_json(file)
+    for key, plain in PLAIN.items():
+        if key in values and values[key] not in plain:
+            raise CheckpointError(f"{file} has {key}={values[key]!r}; only plain LoRA adapters are supported")
+    try:
+        return LoraConfig(rank=values["r"], alpha=values["lora_alpha"], targets=tuple(values["target_modules"]))
+    except (KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{file} describes no adapter for this model ({error})") from error
+
+
+def _read_all(place: Path, stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    for name in sorted(stored.keys() ^ shapes.keys()):
+        what = "is missing" if name in shapes else "fits no layer of this model"
+        raise CheckpointError(
+            f"tensor {name!r} of {place / TENSOR_FILE} {what}; load it onto the model it was made for"
+        )
+    for name, shape in shapes.items():
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"tensor {name!r} of {place / TENSOR_FILE} has shape {stored[name].shape}, the model asks for {shape}; "
+                "load it onto its own model"
+            )
+    return {name: stored[name].read(torch.float64) for name in shapes}
