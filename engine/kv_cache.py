@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Match", "OutOfPages", "PagePool"]
+__all__ = ["Match", "OutOfPages", "PagePool", "shared_ids"]
 
 ID_BYTES = array("i").itemsize
 
@@ -88,7 +88,7 @@ class PagePool:
         best: int | None = None
         longest = 0
         for node in self._children.get(parent, {}).values():
-            shared = _shared_ids(node.ids, wanted)
+            shared = shared_ids(node.ids, wanted)
             if shared > longest:
                 best, longest = node.page, shared
         return best, longest
@@ -186,7 +186,7 @@ class PagePool:
         _hold(entries == len(self._nodes), "the index holds a node without a page")
 
 
-def _shared_ids(left: bytes, right: bytes) -> int:
+def shared_ids(left: bytes, right: bytes) -> int:
     """How many leading token ids two byte strings of int32 share."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:

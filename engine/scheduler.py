@@ -1,13 +1,15 @@
 """Scheduler: what the next step computes. Pure Python, no tensors; it never calls the runner, nor the runner it.
 
 Sequences in their response go first, then prefill pieces, then newly admitted prompts, all within one token
-budget. A prompt is admitted when pages for the whole of it are there. When a running sequence needs a page and none
-is left, the sequence admitted last gives up its pages and is computed again later; the oldest one always goes on, so
-all finish.
+budget. A prompt is admitted when pages for the whole of it are there, and when no running one is about to fill pages
+that it could share. When a running sequence needs a page and none is left, the sequence admitted last gives up its
+pages and is computed again later; the oldest one always goes on, so all finish. Open sequences are work ahead of time:
+they run on the tokens, places and pages that closed ones leave.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from .errors import RequestError
-from .kv_cache import PagePool
+from .kv_cache import PagePool, shared_ids
 from .sequence import Sequence, Status, TokenLogprob
 
 __all__ = ["PageCopy", "Scheduler", "Span", "SpanResult", "Step"]
@@ -119,6 +121,9 @@ class Scheduler:
                 "an open sequence can't be closed while its prompt is empty; extend it first, or abort it"
             )
         sequence.is_open = False
+        sequence.started = time.perf_counter()
+        if sequence.computed == len(sequence.tokens):
+            self._rewind(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence in any state and free its pages; without effect on a finished one."""
@@ -134,10 +139,9 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decide the next step, moving sequences between waiting and running. Commit it before the next call."""
         plan = _Plan(self.max_step_tokens)
-        for decoding in (True, False):
-            for sequence in list(self.running):
-                if sequence.status is Status.RUNNING and _is_decoding(sequence) == decoding:
-                    self._continue(sequence, plan)
+        for sequence in sorted(self.running, key=_rank):
+            if sequence.status is Status.RUNNING:
+                self._continue(sequence, plan)
         self._admit(plan)
         if not plan.lengths and self.has_work:
             self._make_way(plan)
@@ -205,7 +209,7 @@ class Scheduler:
         length = max(min(_pending(sequence), plan.budget), 0)
         missing = self.pool.pages_for(sequence.computed + length) - len(sequence.pages)
         while missing > self.pool.available:
-            victim = self.running[-1]
+            victim = self._last_open() or self.running[-1]
             self._preempt(victim, plan)
             if victim is sequence:
                 return
@@ -213,20 +217,42 @@ class Scheduler:
         plan.take(sequence, length)
 
     def _admit(self, plan: _Plan) -> None:
-        """Start waiting sequences in order while budget, places and pages last."""
-        for sequence in list(self.waiting):
+        """Start waiting sequences while budget, places and pages last: closed ones in order, then open ones."""
+        for sequence in sorted(self.waiting, key=lambda sequence: sequence.is_open):
             if not _is_due(sequence):
                 continue
-            if plan.budget <= 0 or len(self.running) >= self.max_sequences or not self._start(sequence, plan):
+            if plan.budget <= 0:
+                return
+            if not self._shares_with_running(sequence) and not self._start(sequence, plan):
                 return
 
+    def _shares_with_running(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to fill pages that this one could take instead of computing them too.
+
+        It is never waited for in vain: what is running and has pending tokens goes on, or loses its place.
+        """
+        size, limit = self.pool.page_size, _shareable(sequence)
+        wanted = sequence.tokens[:limit].tobytes()
+        coming = 0
+        for other in self.running:
+            if _pending(other) > 0 and not _is_decoding(other):
+                shared = shared_ids(wanted, other.tokens[:limit].tobytes()) // size
+                coming = max(coming, shared if shared > other.computed // size else 0)
+        return coming > 0 and coming > len(self.pool.match(sequence.tokens, limit).pages)
+
     def _start(self, sequence: Sequence, plan: _Plan) -> bool:
-        """Admit one sequence if the pages for all its tokens are there, taking those that are resident."""
+        """Admit one sequence if the pages for all its tokens are there, taking those that are resident.
+
+        A closed one takes place and pages of open ones where it must.
+        """
         total = len(sequence.tokens)
-        # The last token is always computed: its row is what the response is drawn from.
-        match = self.pool.match(sequence.tokens, min(total - 1, _first_unscored(sequence)))
-        if self.pool.shortfall(match, total) > 0:
-            return False
+        match = self.pool.match(sequence.tokens, _shareable(sequence))
+        while len(self.running) >= self.max_sequences or self.pool.shortfall(match, total) > 0:
+            victim = self._last_open()
+            if sequence.is_open or victim is None:
+                return False
+            self._preempt(victim, plan)
+            match = self.pool.match(sequence.tokens, _shareable(sequence))
         self.pool.acquire(match.pages)
         fresh = self.pool.allocate(self.pool.pages_for(total) - len(match.pages))
         if match.source is not None:
@@ -253,6 +279,10 @@ class Scheduler:
             self.waiting.rotate(-1)
             self._admit(plan)
 
+    def _last_open(self) -> Sequence | None:
+        """The open sequence that was admitted last."""
+        return next((sequence for sequence in reversed(self.running) if sequence.is_open), None)
+
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         """Take a running sequence's pages and put it at the head of the queue, to be computed again."""
         plan.drop(sequence)
@@ -262,6 +292,13 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.counters.preemptions += 1
         self.waiting.appendleft(sequence)
+
+    def _rewind(self, sequence: Sequence) -> None:
+        """Let the page of the last token be computed again: the response is drawn from that token's row."""
+        whole = (len(sequence.tokens) - 1) // self.pool.page_size
+        self.pool.release(sequence.pages[whole:])
+        del sequence.pages[whole:], sequence.chain[whole:]
+        sequence.computed = whole * self.pool.page_size
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
@@ -281,7 +318,9 @@ class Scheduler:
         again = max(min(end, sequence.furthest) - span.start, 0)
         sequence.counters.recomputed_tokens += again
         new = range(span.start + again, end)
-        sequence.counters.prefilled_tokens += max(min(new.stop, sequence.prompt_length) - new.start, 0)
+        prefilled = max(min(new.stop, sequence.prompt_length) - new.start, 0)
+        sequence.counters.prefilled_tokens += prefilled
+        sequence.counters.prefilled_ahead += prefilled * sequence.is_open
         if new.stop > max(new.start, sequence.prompt_length):
             sequence.counters.decode_steps += 1
 
@@ -316,8 +355,8 @@ class _Plan:
 
 
 def _pending(sequence: Sequence) -> int:
-    """Tokens that could be computed now. An open sequence keeps its last one back: the response is drawn from it."""
-    return len(sequence.tokens) - sequence.computed - sequence.is_open
+    """Tokens that could be computed now."""
+    return len(sequence.tokens) - sequence.computed
 
 
 def _is_due(sequence: Sequence) -> bool:
@@ -326,11 +365,24 @@ def _is_due(sequence: Sequence) -> bool:
     An open one whose tokens were all computed before, and that gave its pages up since, waits until it grows or closes:
     two such could take each other's pages for ever.
     """
-    return _pending(sequence) > 0 and not (sequence.is_open and sequence.furthest >= len(sequence.tokens) - 1)
+    return _pending(sequence) > 0 and not (sequence.is_open and sequence.furthest >= len(sequence.tokens))
+
+
+def _rank(sequence: Sequence) -> int:
+    """Order of the running sequences in a step: responses, then closed prompts, then open ones."""
+    return 0 if _is_decoding(sequence) else 1 + sequence.is_open
+
+
+def _shareable(sequence: Sequence) -> int:
+    """How many leading tokens may come from resident pages.
+
+    Not the last one of a closed sequence, as the response is drawn from its row, nor any whose row owes a score.
+    """
+    return min(len(sequence.tokens) - (not sequence.is_open), _first_unscored(sequence))
 
 
 def _is_decoding(sequence: Sequence) -> bool:
-    return sequence.computed >= sequence.prompt_length
+    return not sequence.is_open and sequence.computed >= sequence.prompt_length
 
 
 def _first_unscored(sequence: Sequence) -> int:

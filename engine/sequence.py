@@ -42,13 +42,15 @@ class Counters:
     """What a response cost.
 
     prompt_tokens: length of the prompt. cached_tokens: of those, taken from resident pages at the first admission.
-    prefilled_tokens: prompt tokens computed. recomputed_tokens: tokens computed though a page had held them before.
-    decode_steps: steps that computed a token of the response. preemptions: how often its pages were taken away.
+    prefilled_tokens: prompt tokens computed; prefilled_ahead: of those, while the prompt was open.
+    recomputed_tokens: tokens computed though a page had held them before. decode_steps: steps that computed a token of
+    the response. preemptions: how often its pages were taken away.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled_tokens: int = 0
+    prefilled_ahead: int = 0
     recomputed_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
@@ -66,7 +68,7 @@ class Completion:
     logprobs: per token, log-softmax of logits / temperature (of the logits at temperature 0), before all filters, in
     nats.
     top_logprobs: per token the likeliest ones, if asked for. prompt_logprobs: per prompt token from the raw logits,
-    the first one None, if asked for. seconds: from `add` to the end.
+    the first one None, if asked for. seconds: from `add`, or for an open prompt from `close`, to the end.
     """
 
     text: str

@@ -170,6 +170,87 @@ def test_idle_open_sequences_make_way_and_come_back() -> None:
     assert list(idle.response) == plain_loop([*range(1, 18), 5, 6], PARAMS)
 
 
+def test_an_open_prompt_is_computed_whole_and_closed_as_it_is() -> None:
+    for length in (7, 8, 9):
+        machine = Machine()
+        opened = machine.add(list(range(1, length + 1)), PARAMS, is_open=True)
+        machine.drain()
+        assert (opened.computed, opened.counters.prefilled_ahead) == (length, length)
+        machine.scheduler.close(opened)
+        machine.drain()
+        assert list(opened.response) == plain_loop(list(range(1, length + 1)), PARAMS)
+        assert 0 < opened.counters.recomputed_tokens <= PAGE
+
+
+def test_open_sequences_yield_places_and_pages_to_closed_ones() -> None:
+    for limits in ({"places": 2}, {"num_pages": 8}):
+        machine = Machine(budget=64, **limits)
+        first = machine.add([1, 2, 3], replace(PARAMS, ignore_eos=True))
+        machine.step()
+        opened = machine.add(list(range(4, 16)), PARAMS, is_open=True)
+        machine.step()
+        assert opened.status is Status.RUNNING
+        second = machine.add(list(range(16, 32)), replace(PARAMS, ignore_eos=True))
+        machine.step()
+        assert [s.status for s in (first, second, opened)] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
+        machine.scheduler.extend(opened, [1])
+        machine.scheduler.close(opened)
+        machine.drain()
+        assert list(opened.response) == plain_loop([*range(4, 16), 1], PARAMS)
+
+
+def test_decoding_then_closed_prompts_then_open_ones() -> None:
+    machine = Machine(budget=10)
+    decoding = machine.add([1, 2, 3], replace(PARAMS, ignore_eos=True))
+    machine.step()
+    opened = machine.add([4, 5], PARAMS, is_open=True)
+    machine.step()
+    closed = machine.add(list(range(34, 64)), PARAMS)
+    machine.step()
+    machine.scheduler.extend(opened, range(6, 26))
+    for expected in ([decoding, closed], [decoding, closed], [decoding, closed, opened], [decoding, closed, opened]):
+        assert [span.sequence for span in machine.step().spans] == expected
+
+
+def test_prompts_that_share_pages_are_computed_once() -> None:
+    machine = Machine(budget=8)
+    prompt = list(range(1, 31))
+    group = [machine.add([*prompt, extra], replace(PARAMS, max_tokens=3)) for extra in (40, 41, 42)]
+    other = machine.add([50, 51, 52], PARAMS)
+    machine.step()
+    machine.step()
+    assert [s.status for s in group] == [Status.RUNNING, Status.WAITING, Status.WAITING]
+    assert other.status is Status.WAITING, "the budget went to the first prompt"
+    machine.drain()
+    assert [s.counters.cached_tokens for s in group] == [0, 28, 28]
+    assert sum(s.counters.prefilled_tokens for s in group) == 31 + 2 * 3
+
+
+def test_a_held_back_prompt_holds_up_nobody_and_never_waits_for_what_does_not_go_on() -> None:
+    machine = Machine(budget=8)
+    prompt = list(range(1, 31))
+    first = machine.add(prompt[:20], PARAMS, is_open=True)
+    machine.step()
+    held = machine.add(prompt, PARAMS)
+    other = machine.add([50], replace(PARAMS, max_tokens=1))
+    machine.step()
+    assert held.status is Status.WAITING
+    machine.drain()
+    assert held.finished and other.finished and held.counters.cached_tokens == 20, "the open one has stalled"
+    for ends in ("abort", "preempt"):
+        machine = Machine(budget=8)
+        first, held = (machine.add(prompt, PARAMS) for _ in range(2))
+        machine.step()
+        machine.step()
+        assert held.status is Status.WAITING
+        if ends == "abort":
+            machine.scheduler.finish(first, "abort")
+        else:
+            machine.scheduler.recover([first, held])
+        machine.drain()
+        assert held.finished and held.counters.cached_tokens == (16 if ends == "abort" else 28)
+
+
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     machine = Machine(num_pages=4, window=64)
     for prompt, message in (([], "empty"), ([1] * 64, "64 tokens"), ([1] * 8, "KV pool holds 16")):
