@@ -29,6 +29,7 @@ class _News(NamedTuple):
 
     token_ids: array[int]
     text: str
+    text_tokens: int
     completion: Completion | None
 
 
@@ -169,7 +170,7 @@ class AsyncEngine:
                 for update in await self._call(self.engine.step):
                     if update.sequence in self._queues:
                         self._queues[update.sequence].put_nowait(
-                            _News(update.token_ids, update.text, update.completion)
+                            _News(update.token_ids, update.text, update.text_tokens, update.completion)
                         )
         except Exception as error:  # whatever made a step fail must reach every reader
             for sequence, queue in list(self._queues.items()):

@@ -55,9 +55,12 @@ class TextStream:
 
     @property
     def tokens_before_stop(self) -> int:
-        """How many leading tokens lie wholly before the stop string; all of them when there is none."""
+        """How many leading tokens lie wholly before the stop string, or before the place where one may yet start.
+
+        All of them after `finish` when there is none.
+        """
         count = len(self._ends)
-        while self.stopped is not None and count > 0 and self._ends[count - 1] > self._shown_length:
+        while self._stop and count > 0 and self._ends[count - 1] > self._shown_length:
             count -= 1
         return count
 

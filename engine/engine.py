@@ -319,12 +319,12 @@ class Engine:
         if stream.stopped is not None:
             self.scheduler.finish(sequence, "stop")
         if not sequence.finished:
-            return Update(sequence, ids, text, None)
+            return Update(sequence, ids, text, stream.tokens_before_stop, None)
         text += stream.finish()
         if stream.stopped is not None:  # the last token allowed may have completed the stop string
             sequence.finish_reason = "stop"
         del self._texts[sequence]
-        return Update(sequence, ids, text, _completion(sequence, stream))
+        return Update(sequence, ids, text, stream.tokens_before_stop, _completion(sequence, stream))
 
 
 def _completion(sequence: Sequence, stream: TextStream) -> Completion:

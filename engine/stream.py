@@ -21,13 +21,15 @@ __all__ = ["Stream", "Update", "require_delivery", "without_error"]
 class Update:
     """What one step brought for one sequence.
 
-    token_ids: the ids drawn, int32. text: new text that no later token can change. completion: set when the sequence
-    is finished.
+    token_ids: the ids drawn, int32. text: new text that no later token can change. text_tokens: how many leading ids of
+    the whole response belong to its text whatever comes: no end, and before any stop string. completion: set when the
+    sequence is finished.
     """
 
     sequence: Sequence
     token_ids: array[int]
     text: str
+    text_tokens: int
     completion: Completion | None
 
 

@@ -20,6 +20,7 @@ class Update:
     sequence: Sequence
     token_ids: array[int]
     text: str
+    text_tokens: int
     completion: Completion | None
 
 
@@ -105,7 +106,7 @@ class ScriptedEngine:
             return self._end(sequence, ids, text, "stop")
         if sequence.response_length == sequence.params.max_tokens:
             return self._end(sequence, ids, text, "length")
-        return Update(sequence, ids, text, None)
+        return Update(sequence, ids, text, stream.tokens_before_stop, None)
 
     def _end(self, sequence: Sequence, ids: array[int], text: str, reason: str) -> Update:
         _, stream = self._live.pop(sequence)
@@ -125,4 +126,4 @@ class ScriptedEngine:
             counters=sequence.counters,
             seconds=seconds,
         )
-        return Update(sequence, ids, text, completion)
+        return Update(sequence, ids, text, stream.tokens_before_stop, completion)

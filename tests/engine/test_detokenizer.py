@@ -104,6 +104,22 @@ def test_nothing_shown_is_ever_taken_back_or_held_without_need(pieces, stop):
         assert tail == "" or any(s.startswith(tail) for s in stop)
 
 
+@settings(max_examples=300, deadline=None)
+@given(texts, stops)
+@example([b"x", b"a", b"b"], ["ab"])
+def test_tokens_before_a_stop_string_stay_before_it(pieces, stop):
+    stream = TextStream(Pieces(pieces), tuple(stop))
+    before = [0]
+    for token in range(len(pieces)):
+        stream.push(token)
+        before.append(stream.tokens_before_stop)
+        if stream.stopped is not None:
+            break
+    stream.finish()
+    assert max(before) <= stream.tokens_before_stop
+    assert stop or before == list(range(len(pieces) + 1))
+
+
 def test_a_stop_string_across_tokens_appearing_twice():
     stream = TextStream(Pieces([b"one <", b"/en", b"d> two </end>"]), ("</end>",))
     assert [stream.push(0), stream.push(1), stream.push(2)] == ["one ", "", ""]
