@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .model_config import ModelConfig
 from .ops import Ops, Spans
@@ -178,11 +179,20 @@ class Decoder(nn.Module):
         """Element type of the residual stream: float64 with float64 parameters, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    def forward(self, batch: Batch, pages: list[KVPages]) -> Tensor:
-        """Run T tokens through all layers, writing their keys and values; -> normed hidden rows [T, hidden]."""
+    def forward(self, batch: Batch, pages: list[KVPages], recompute: bool = False) -> Tensor:
+        """Run T tokens through all layers, writing their keys and values; -> normed hidden rows [T, hidden].
+
+        recompute: for a backward pass keep only what enters each layer, and run the layer again there (activation
+        checkpointing, arXiv 1604.06174).
+        """
         x = self.ops.embedding(batch.ids, self.model.embed_tokens.weight, self.activation_dtype)
         for layer, layer_pages in zip(self.layers, pages, strict=True):
-            x = layer(x, batch, layer_pages, self.cos, self.sin)
+            inputs = (x, batch, layer_pages, self.cos, self.sin)
+            x = (
+                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                if recompute
+                else layer(*inputs)
+            )
         hidden: Tensor = self.model.norm(x)
         return hidden
 

@@ -1,0 +1,1 @@
+"""Training of memory agents with the engine itself as the rollout."""

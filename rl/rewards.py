@@ -1,0 +1,152 @@
+"""Rewards: how right an answer is. A function of (answer, references) -> number; functions that fail are survived."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from ..engine.errors import ConfigError
+
+__all__ = ["REWARDS", "Reward", "Scorer", "boxed_exact", "em", "f1", "sub_em"]
+
+Reward = Callable[[str, Sequence[str]], float]
+
+BOXED_TAIL = 300  # characters of an answer that MemAgent's verifier looks at
+FRACTION = re.compile(r"\\frac(?!\{)(.)(.)")
+SLASH = re.compile(r"(-?\d+)/(-?\d+)")
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def boxed_exact(answer: str, references: Sequence[str]) -> float:
+    r"""1 if what the last \boxed{...} of the answer's last 300 characters holds is one of the references, else 0.
+
+    MemAgent's training verifier (arXiv 2507.02259, code): lower case, `\boxed x` and \fbox{...} too, both sides
+    normalised as for the MATH data set (arXiv 2103.03874, code); punctuation and articles stay.
+    """
+    boxed = _last_boxed(answer[-BOXED_TAIL:].lower())
+    if boxed is None:
+        return 0.0
+    given = _math_form(boxed)
+    return float(any(_math_form(reference.lower()) == given for reference in references))
+
+
+def em(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references after SQuAD's normalisation (arXiv 1606.05250, evaluation script)."""
+    given = _squad_form(answer)
+    return float(any(_squad_form(reference) == given for reference in references))
+
+
+def f1(answer: str, references: Sequence[str]) -> float:
+    """The best F1 of the answer's words with those of a reference, as SQuAD's evaluation script has it."""
+    return max(
+        (_f1(_squad_form(answer).split(), _squad_form(reference).split()) for reference in references), default=0.0
+    )
+
+
+def sub_em(answer: str, references: Sequence[str]) -> float:
+    """1 if a reference stands in the answer, both in SQuAD's form. One way only: a fragment of a reference is wrong."""
+    given = _squad_form(answer)
+    forms = (_squad_form(reference) for reference in references)
+    return float(any(form in given for form in forms if form))
+
+
+REWARDS: Mapping[str, Reward] = MappingProxyType({"boxed_exact": boxed_exact, "em": em, "f1": f1, "sub_em": sub_em})
+
+
+class Scorer:
+    """Applies a reward; whatever it does, the result is a finite float.
+
+    failures: answers that it raised for, or returned no finite number for; they count 0. first_failure: why.
+    """
+
+    def __init__(self, reward: str | Reward) -> None:
+        """reward: a name from REWARDS or a function. Raises ConfigError for anything else."""
+        if isinstance(reward, str) and reward in REWARDS:
+            reward = REWARDS[reward]
+        if not callable(reward):
+            raise ConfigError(f"reward must be one of {', '.join(REWARDS)}, or a function; got {reward!r}")
+        self._reward = reward
+        self.failures = 0
+        self.first_failure: str | None = None
+
+    def __call__(self, answer: str, references: Sequence[str]) -> float:
+        """Numbers of any library count as they are, True as 1."""
+        try:
+            given = self._reward(answer, references)
+            value = float(given)
+        except Exception as error:
+            return self._failed(f"{type(error).__name__}: {error}")
+        return value if math.isfinite(value) else self._failed(f"it returned {given!r}")
+
+    def _failed(self, why: str) -> float:
+        self.failures += 1
+        self.first_failure = self.first_failure or why
+        return 0.0
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""What the last \boxed or \fbox holds; None without one, or when its brace is never closed."""
+    if "\\boxed " in text:
+        return text.rpartition("\\boxed ")[2].partition("$")[0]
+    name = "\\boxed" if "\\boxed" in text else "\\fbox"
+    start = text.rfind(name)
+    opening = start + len(name)
+    if start < 0 or not text.startswith("{", opening):
+        return None
+    depth = 0
+    for i in range(opening, len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[opening + 1 : i]
+    return None
+
+
+def _math_form(text: str) -> str:
+    """The MATH data set's normalisation: spacing, fractions and units that do not change a number."""
+    for old, new in (
+        *(
+            ("\n", ""),
+            ("\\!", ""),
+            ("\\\\", "\\"),
+            ("tfrac", "frac"),
+            ("dfrac", "frac"),
+            ("\\left", ""),
+            ("\\right", ""),
+        ),
+        *(("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")),
+    ):
+        text = text.replace(old, new)
+    text = text.partition("\\text{ ")[0]  # a unit
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    text = f"0{text}" if text.startswith(".") else text
+    name, equals, value = text.partition("=")
+    if equals and "=" not in value and len(name) <= 2:  # "k = 5"
+        text = value
+    text = re.sub(r"\\sqrt(?!\{)(.)", r"\\sqrt{\1}", text).replace(" ", "")
+    text = FRACTION.sub(_braced_fraction, text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    slash = SLASH.fullmatch(text)
+    if slash and f"{int(slash[1])}/{int(slash[2])}" == text:
+        return f"\\frac{{{slash[1]}}}{{{slash[2]}}}"
+    return text
+
+
+def _braced_fraction(match: re.Match[str]) -> str:
+    below = "{" if match[2] == "{" else f"{{{match[2]}}}"
+    return f"\\frac{{{match[1]}}}{below}"
+
+
+def _squad_form(text: str) -> str:
+    """Lower case, without punctuation, articles and double spaces."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(ARTICLES.sub(" ", text).split())
+
+
+def _f1(given: list[str], wanted: list[str]) -> float:
+    shared = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
