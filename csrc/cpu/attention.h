@@ -7,8 +7,9 @@
 // output) are folded left to right. Tokens that a row does not see take no part. Nothing of this depends on the other
 // rows, pages, threads, or how tiles are dealt out.
 //
-// A task is some rows (token, head of the group) of one span and one key head. Few rows transpose keys in registers
-// (each key is read once, from memory, in decoding); many rows share a transposed copy of the tile's keys.
+// A piece is some rows (token, head of the group) with one key head, of one span or of several whose pages are the same
+// under its tiles, so that keys and values that sequences share are read once for all of them. Few rows transpose keys
+// in registers (each key is read once, from memory, in decoding); many rows share a transposed copy of the tile's keys.
 #pragma once
 
 #include "chains.h"
@@ -19,11 +20,11 @@ namespace palimpsest::cpu::PALIMPSEST_ISA {
 constexpr Index kTile = kAttentionTile, kMaxDim = kAttentionMaxDim, kMaxRows = kAttentionMaxRows;
 static_assert(kTile <= kBlock && kMaxDim <= kBlock, "a chain fits into one block of chains.h");
 
-// What stays the same over the tiles of a task.
+// What stays the same over the tiles of a piece.
 struct Rows {
     alignas(64) float query[kMaxRows * kBlock];
-    Index position[kMaxRows];
-    Index count;
+    Index position[kMaxRows], number[kMaxRows];  // number: token * heads + head
+    Index count = 0;
 };
 
 // One tile's share of a row: output = sum e^(score - largest) value, sum = sum e^(score - largest).
@@ -65,7 +66,7 @@ inline void prefetch(const T* row, Index count) {
     for (Index i = 0; i < count; i += Index(64 / sizeof(T))) __builtin_prefetch(row + i, 0, 2);
 }
 
-// The tokens of a tile that some row of the task sees, as offsets into the pages.
+// The tokens of a tile that some row of the piece sees, as offsets into the pages.
 struct Tile {
     Index count = 0;
     Index offsets[kTile];
@@ -219,21 +220,64 @@ void tile_rows(const AttentionCall& c, const Index* seen, float* scores, const T
                                stride);
 }
 
+// Where a row's fold stands. Between two pieces of a row its outputs so far, not yet divided, lie in c.out, and its
+// largest score and sum in c.stats.
+inline void load_state(const AttentionCall& c, Index row, float* running) {
+    std::memset(running, 0, attention_share(c.head_dim) * sizeof(float));
+    std::memcpy(running, c.stats + 2 * row, 2 * sizeof(float));
+    std::memcpy(running + kHeader, c.out + row * c.head_dim, c.head_dim * sizeof(float));
+}
+
+// Row i of a task is head i % group of token i / group.
+inline Index row_number(const AttentionCall& c, const AttentionTask& task, Index i) {
+    Index group = c.heads / c.kv_heads;
+    Index token = c.query_start[task.span] + task.first_token + i / group;
+    return token * c.heads + task.kv_head * group + i % group;
+}
+
+inline Index position_of(const AttentionCall& c, const AttentionTask& task, Index i) {
+    Index tokens = c.query_start[task.span + 1] - c.query_start[task.span], group = c.heads / c.kv_heads;
+    return c.kv_length[task.span] - tokens + task.first_token + i / group;
+}
+
+// Leaves the state of a row that sees tiles from last_tile on; else writes its output.
+inline void store_state(const AttentionCall& c, Index row, Index position, Index last_tile, const float* running) {
+    float* out = c.out + row * c.head_dim;
+    if (position < last_tile * kTile)
+        write_output(running, out, c.head_dim);
+    else
+        std::memcpy(out, running + kHeader, c.head_dim * sizeof(float));
+    if (c.stats) std::memcpy(c.stats + 2 * row, running, 2 * sizeof(float));
+}
+
+// Appends the rows of a task.
+inline void read_rows(const AttentionCall& c, const AttentionTask& task, Rows& rows) {
+    Index group = c.heads / c.kv_heads;
+    for (Index i = 0; i < task.tokens * group; i++, rows.count++) {
+        Index row = row_number(c, task, i);
+        rows.number[rows.count] = row;
+        rows.position[rows.count] = position_of(c, task, i);
+        std::memcpy(rows.query + rows.count * kBlock,
+                    c.query + row / c.heads * c.query_stride + row % c.heads * c.head_dim, c.head_dim * sizeof(float));
+    }
+}
+
+// running: the states of the piece's rows, or null where the tiles' shares go to `shares`.
 template <class T>
-void attention_tiles(const AttentionCall& c, const AttentionTask& task, const Rows& rows, Index first_tile,
-                     Index last_tile, float* partials, float* running) {
+void attention_tiles(const AttentionCall& c, const AttentionPiece& piece, const Rows& rows, float* shares,
+                     float* running) {
     alignas(64) float keys[kMaxDim * kTile];
     alignas(64) float scores[kTileRows * kBlock];
     alignas(64) float own_shares[kTileRows * (kHeader + kMaxDim)];
     Index stride = attention_share(c.head_dim), vectors = (stride - kHeader) / kWidth;
-    Index end = rows.position[rows.count - 1] + 1;
+    Index end = smaller(rows.position[rows.count - 1] + 1, piece.last_tile * kTile);
     bool few = rows.count <= kPassRows;
     Tile places[2];
-    locate(c, task, first_tile * kTile, end, places[first_tile % 2]);
-    for (Index tile = first_tile; tile < last_tile; tile++) {
+    locate(c, piece.tasks[0], piece.first_tile * kTile, end, places[piece.first_tile % 2]);
+    for (Index tile = piece.first_tile; tile < piece.last_tile; tile++) {
         const Tile& here = places[tile % 2];
         Tile& next = places[(tile + 1) % 2];
-        locate(c, task, (tile + 1) * kTile, end, next);
+        locate(c, piece.tasks[0], (tile + 1) * kTile, end, next);
         for (Index t = next.count; t < kTile; t++) next.offsets[t] = here.offsets[smaller(t, here.count - 1)];
         if (!few) transpose_keys<T>(c, here, keys);
         for (Index first = 0; first < rows.count; first += kTileRows) {
@@ -247,70 +291,49 @@ void attention_tiles(const AttentionCall& c, const AttentionTask& task, const Ro
                 with_rows<kTileRows>(some, [&](auto n) {
                     scores_many<decltype(n)::value>(c, rows, first, keys, seen[some - 1], scores);
                 });
-            float* shares = partials ? partials + (tile * rows.count + first) * stride : own_shares;
+            float* to = running ? own_shares : shares + ((tile - piece.first_tile) * rows.count + first) * stride;
             with_rows<kTileRows>(some, [&](auto n) {
-                tile_rows<decltype(n)::value, T>(c, seen, scores, here, first == 0 ? next : here, shares, stride);
+                tile_rows<decltype(n)::value, T>(c, seen, scores, here, first == 0 ? next : here, to, stride);
             });
-            if (partials) continue;
+            if (!running) continue;
             for (Index r = 0; r < some; r++)
-                if (seen[r] > 0) fold(running + (first + r) * stride, shares + r * stride, vectors, tile == 0);
+                if (seen[r] > 0) fold(running + (first + r) * stride, to + r * stride, vectors, tile == 0);
         }
     }
 }
 
-// Row i of a task is head i % group of token i / group.
-inline float* output_of(const AttentionCall& c, const AttentionTask& task, Index row) {
-    Index group = c.heads / c.kv_heads;
-    Index token = c.query_start[task.span] + task.first_token + row / group;
-    return c.out + (token * c.heads + task.kv_head * group + row % group) * c.head_dim;
-}
-
-// Writes a row's output and, for the backward pass, its largest score and the sum of its weights.
-inline void finish_row(const AttentionCall& c, const AttentionTask& task, Index row, const float* running) {
-    float* out = output_of(c, task, row);
-    write_output(running, out, c.head_dim);
-    if (c.stats) std::memcpy(c.stats + (out - c.out) / c.head_dim * 2, running, 2 * sizeof(float));
-}
-
-inline Index position_of(const AttentionCall& c, const AttentionTask& task, Index row) {
-    Index tokens = c.query_start[task.span + 1] - c.query_start[task.span], group = c.heads / c.kv_heads;
-    return c.kv_length[task.span] - tokens + task.first_token + row / group;
-}
-
-inline void read_rows(const AttentionCall& c, const AttentionTask& task, Rows& rows) {
-    Index group = c.heads / c.kv_heads;
-    rows.count = task.tokens * group;
-    for (Index i = 0; i < rows.count; i++) {
-        Index token = c.query_start[task.span] + task.first_token + i / group, head = task.kv_head * group + i % group;
-        rows.position[i] = position_of(c, task, i);
-        std::memcpy(rows.query + i * kBlock, c.query + token * c.query_stride + head * c.head_dim,
-                    c.head_dim * sizeof(float));
-    }
-}
-
-// Computes the tiles first_tile .. last_tile of a task. With `partials` the tiles' shares go there, for attention_fold;
-// without, the tiles must be all of the task's, and its outputs are written.
-inline void attention_piece(const AttentionCall& c, const AttentionTask& task, Index first_tile, Index last_tile,
-                            float* partials) {
+inline void attention_piece(const AttentionCall& c, const AttentionPiece& piece, float* shares) {
     Rows rows;
-    read_rows(c, task, rows);
-    alignas(64) float running[kMaxRows * (kHeader + kMaxDim)];
+    for (Index i = 0; i < piece.task_count; i++) read_rows(c, piece.tasks[i], rows);
+    alignas(64) float states[kMaxRows * (kHeader + kMaxDim)];
+    float* running = shares ? nullptr : states;
+    Index stride = attention_share(c.head_dim);
+    if (running && piece.first_tile > 0)
+        for (Index i = 0; i < rows.count; i++) load_state(c, rows.number[i], running + i * stride);
     if (c.kv_bf16)
-        attention_tiles<BFloat16>(c, task, rows, first_tile, last_tile, partials, running);
+        attention_tiles<BFloat16>(c, piece, rows, shares, running);
     else
-        attention_tiles<float>(c, task, rows, first_tile, last_tile, partials, running);
-    if (partials) return;
-    for (Index i = 0; i < rows.count; i++) finish_row(c, task, i, running + i * attention_share(c.head_dim));
+        attention_tiles<float>(c, piece, rows, shares, running);
+    if (!running) return;
+    for (Index i = 0; i < rows.count; i++)
+        store_state(c, rows.number[i], rows.position[i], piece.last_tile, running + i * stride);
 }
 
-// Folds the shares of all tiles of a task and writes its outputs.
-inline void attention_fold(const AttentionCall& c, const AttentionTask& task, const float* partials) {
-    Index stride = attention_share(c.head_dim), rows = task.tokens * (c.heads / c.kv_heads);
-    for (Index i = 0; i < rows; i++) {
-        alignas(64) float running[kHeader + kMaxDim];
-        for (Index tile = 0; tile * kTile <= position_of(c, task, i); tile++)
-            fold(running, partials + (tile * rows + i) * stride, (stride - kHeader) / kWidth, tile == 0);
-        finish_row(c, task, i, running);
+// Folds the shares of all tiles of a piece.
+inline void attention_fold(const AttentionCall& c, const AttentionPiece& piece, const float* shares) {
+    Index stride = attention_share(c.head_dim), rows = 0, at = 0;
+    for (Index i = 0; i < piece.task_count; i++) rows += piece.tasks[i].tokens * (c.heads / c.kv_heads);
+    for (Index i = 0; i < piece.task_count; i++) {
+        const AttentionTask& task = piece.tasks[i];
+        for (Index r = 0; r < task.tokens * (c.heads / c.kv_heads); r++, at++) {
+            alignas(64) float running[kHeader + kMaxDim];
+            Index row = row_number(c, task, r), position = position_of(c, task, r);
+            if (piece.first_tile > 0) load_state(c, row, running);
+            for (Index tile = piece.first_tile; tile < piece.last_tile && tile * kTile <= position; tile++)
+                fold(running, shares + ((tile - piece.first_tile) * rows + at) * stride, (stride - kHeader) / kWidth,
+                     tile == 0);
+            store_state(c, row, position, piece.last_tile, running);
+        }
     }
 }
 

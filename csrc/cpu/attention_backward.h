@@ -72,10 +72,6 @@ void query_grad_tile(const AttentionCall& c, const AttentionCall& products_call,
     }
 }
 
-inline Index row_number(const AttentionCall& c, const AttentionTask& task, Index row) {
-    return (output_of(c, task, row) - c.out) / c.head_dim;
-}
-
 inline void attention_query_grad(const AttentionGradCall& g, const AttentionTask& task) {
     const AttentionCall& f = g.forward;
     AttentionCall c = with_operands(f, f.query, f.key_pages, f.scale);
@@ -85,7 +81,7 @@ inline void attention_query_grad(const AttentionGradCall& g, const AttentionTask
     read_rows(products_call, task, grads);
     RowState states[kMaxRows];
     for (Index i = 0; i < queries.count; i++) {
-        Index row = row_number(c, task, i);
+        Index row = queries.number[i];
         states[i] = {F16::set(f.stats[2 * row]), F16::set(f.stats[2 * row + 1]), F16::set(g.delta[row])};
     }
     alignas(64) float totals[kMaxRows * kMaxDim];
@@ -107,7 +103,7 @@ inline void attention_query_grad(const AttentionGradCall& g, const AttentionTask
         }
     }
     for (Index i = 0; i < queries.count; i++)
-        std::memcpy(output_of(f, task, i), totals + i * stride, f.head_dim * sizeof(float));
+        std::memcpy(f.out + queries.number[i] * f.head_dim, totals + i * stride, f.head_dim * sizeof(float));
 }
 
 // ---- the gradients of keys and values ----

@@ -31,7 +31,8 @@ struct AttentionCall {
     Index pages_stride, spans, heads, kv_heads, head_dim, page_size, page_count;
     float scale;
     float* out;
-    float* stats = nullptr;  // for the backward pass: [T, heads, 2], each row's largest score and sum of weights
+    // [T, heads, 2]: each row's largest score and sum of weights, for the backward pass and between a row's pieces.
+    float* stats = nullptr;
 };
 
 // The arguments of the gradient of ops.attend. The batch's own keys and values take the place of the pages: dense
@@ -46,6 +47,13 @@ struct AttentionGradCall {
 // `tokens` tokens of a span, from its first_token on, and the query heads of one key head.
 struct AttentionTask {
     Index span, kv_head, first_token, tokens;
+};
+
+// The rows of some tasks with one key head, at most kAttentionMaxRows of them, over the tiles first_tile .. last_tile,
+// under which all of the tasks' spans have the same pages.
+struct AttentionPiece {
+    const AttentionTask* tasks;
+    Index task_count, first_tile, last_tile;
 };
 
 // The keys of one head at kAttentionMaxRows positions from first_key on, as some spans (rising numbers) see them.
@@ -102,9 +110,9 @@ struct Kernels {
     void (*linear)(const float* x, Index x_stride, const void* weight, bool weight_bf16, const void* bias,
                    bool bias_bf16, float* y, Index rows, Index in, Index out);
 
-    void (*attention_piece)(const AttentionCall& call, const AttentionTask& task, Index first_tile, Index last_tile,
-                            float* partials);
-    void (*attention_fold)(const AttentionCall& call, const AttentionTask& task, const float* partials);
+    // Folds a piece's tiles into its rows, or leaves the tiles' shares in `shares` for attention_fold to fold.
+    void (*attention_piece)(const AttentionCall& call, const AttentionPiece& piece, float* shares);
+    void (*attention_fold)(const AttentionCall& call, const AttentionPiece& piece, const float* shares);
 
     // The rest as in ops.Ops. Strides are in floats, from one row or token to the next; results are dense.
     void (*silu_product)(const float* gate, Index gate_stride, const float* up, Index up_stride, float* out, Index rows,
@@ -159,17 +167,29 @@ class AttentionPlan {
              float* scratch) const;
 
   private:
-    // Tiles first .. last of a task. shares: where in the scratch its partial results start, or -1 for a whole task.
-    struct Piece {
-        Index task, first, last, shares;
+    // Neighbours in tasks_ and tiles, as in AttentionPiece. shares: where in the scratch the tiles' shares lie, or -1
+    // when they are folded at once.
+    struct Work {
+        Index first_task, task_count, first_tile, last_tile, shares;
     };
+
+    // Works that need nothing of each other, only of the levels before. cuts: those whose tiles are dealt out as
+    // several of `pieces`, to be folded when all are there.
+    struct Level {
+        std::vector<Work> whole, pieces, cuts;
+        bool parallel = false;
+    };
+
+    void share(const std::vector<AttentionTask>& tasks, const std::vector<Index>& common, Index first, Index last,
+               Index tile, std::size_t level);
+    void add(std::size_t level, const AttentionTask* tasks, Index count, Index first_tile, Index last_tile);
+    void deal_out(Level& level);
+    Index rows_of(const Work& work) const;
 
     AttentionCall call_;
     std::vector<AttentionTask> tasks_;
-    std::vector<Piece> pieces_;
-    std::vector<Index> cut_, cut_shares_;  // tasks that are folded when their pieces are there
-    Index floats_ = 0;
-    bool parallel_ = false;
+    std::vector<Level> levels_;
+    Index floats_ = 0, stats_ = 0;
 };
 
 // Bytes of scratch that quantised_linear needs for the rounded x.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -155,3 +156,53 @@ def test_spans_outside_of_their_pages_are_refused(isa: str) -> None:
             cpu.paged_attention(query, key, value, bad, 0.125)
     with pytest.raises(ValueError, match="does not take"):
         cpu.paged_attention(query.transpose(0, 1), key, value, spans, 0.125)
+
+
+def families(page_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Spans]:
+    """Arguments of paged_attention for spans whose page tables branch like a tree, as the prefix index deals them out:
+    prompts in pieces, drafts and single tokens."""
+    draw = random.Random(page_size)
+    tables: list[list[int]] = []
+    lengths, counts, page_count = [], [], 0
+    for _ in range(13):
+        length = draw.choice([1, 130, 300, 513, 700])
+        needed = -(-length // page_size)
+        parent = draw.choice([[], *tables])[:needed]
+        kept = parent[: draw.choice([needed, needed // 2, draw.randint(0, needed)])]
+        tables.append(kept + list(range(page_count, page_count + needed - len(kept))))
+        page_count += needed - len(kept)
+        lengths.append(length)
+        counts.append(min(length, draw.choice([1, 1, 1, 2, 3, 17, 150])))
+    table = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int32)
+    for row, pages in zip(table, tables, strict=True):
+        row[: len(pages)] = torch.tensor(pages)
+    pools = [torch.randn(page_count, 2, page_size, 32).to(dtype) for _ in range(2)]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    query = torch.randn(sum(counts), 6, 32)
+    return query, pools[0], pools[1], Spans(starts, torch.tensor(lengths, dtype=torch.int32), table)
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, spans: Spans) -> Tensor:
+    """paged_attention of each span alone."""
+    results = []
+    for i, count in enumerate(spans.query_start.diff().tolist()):
+        start = int(spans.query_start[i])
+        one = Spans(torch.tensor([0, count]).int(), spans.kv_length[i : i + 1], spans.pages[i : i + 1])
+        results.append(cpu.paged_attention(query[start : start + count], key, value, one, 0.2))
+    return torch.cat(results)
+
+
+@DTYPES
+@pytest.mark.parametrize("page_size", [16, 7, 128, 200])
+def test_a_shared_prefix_is_read_once_without_a_trace(isa: str, page_size: int, dtype: torch.dtype) -> None:
+    arguments = families(page_size, dtype)
+    results = [one_by_one(*arguments)]
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(cpu.paged_attention(*arguments, 0.2))
+    assert_same_bits(results)
+
+
+def test_instruction_sets_agree_on_a_shared_prefix(on_each_isa: Callable[[Callable[[], Tensor]], list[Tensor]]) -> None:
+    arguments = families(16, torch.float32)
+    assert_same_bits(on_each_isa(lambda: cpu.paged_attention(*arguments, 0.2)))

@@ -22,12 +22,13 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def step_of(engine: Engine, lengths: list[int], cached: int) -> Step:
-    """Spans of these lengths; each follows `cached` tokens that are taken to lie in pages of its own."""
-    spans, next_page = [], 0
+def step_of(engine: Engine, lengths: list[int], cached: int, shared: int = 0) -> Step:
+    """Spans of these lengths; each follows `cached` tokens that are taken to lie in pages: first those that all share,
+    then some of its own."""
+    spans, next_page = [], shared
     for i, length in enumerate(lengths):
-        count = engine.scheduler.pool.pages_for(cached + length)
-        pages = tuple(range(next_page + count - 1, next_page - 1, -1))
+        count = engine.scheduler.pool.pages_for(cached + length) - shared
+        pages = (*range(shared), *range(next_page + count - 1, next_page - 1, -1))
         next_page += count
         ids = array("i", [(7 * i + 13 * k) % engine.model.config.vocab_size for k in range(length)])
         sequence = Sequence(i, ids, SamplingParams())
@@ -77,6 +78,19 @@ def test_one_thread_is_two(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*hidden)
+
+
+def test_a_group_is_each_of_its_sequences_alone(tmp_path: Path) -> None:
+    engine = Engine(make_model_folder(tmp_path, "llama"), EngineConfig(kv_bytes=1 << 23, backend="cpu"))
+    runner, spans = engine.runner, step_of(engine, [1, 3, 1, 1], 300, shared=17).spans
+    results = []
+    for batches in ([spans], [[span] for span in spans]):
+        for layer in runner.pages:
+            layer.key.normal_(generator=torch.Generator().manual_seed(1))
+            layer.value.normal_(generator=torch.Generator().manual_seed(2))
+        with torch.inference_mode():
+            results.append(torch.cat([runner.run_layers(runner._batch(tuple(batch))) for batch in batches]))
+    assert torch.equal(*results)
 
 
 def test_a_layer_replaced_from_outside_or_plain_torch_is_run_op_by_op(tmp_path: Path) -> None:
