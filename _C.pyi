@@ -103,7 +103,9 @@ class CpuKernels:
     def linear_input_grad(
         self, dy: int, weight: int, weight_bf16: bool, dx: int, rows: int, in_: int, out: int, /
     ) -> None: ...
-    def linear_weight_grad(self, dy: int, x: int, x_stride: int, dw: int, rows: int, in_: int, out: int, /) -> None: ...
+    def linear_weight_grad(
+        self, dy: int, x: int, x_stride: int, dw: int, rows: int, in_: int, out: int, add: bool, /
+    ) -> None: ...
     def column_sums(self, x: int, out: int, rows: int, n: int, /) -> None: ...
     def silu_product_grad(
         self,
@@ -119,6 +121,31 @@ class CpuKernels:
         /,
     ) -> None: ...
     def log_sum_exp_grad(self, x: int, x_stride: int, result: int, dy: int, dx: int, rows: int, n: int, /) -> None: ...
+    def token_scores(
+        self,
+        logits: int,
+        temperature: float,
+        targets: int,
+        logprobs: int,
+        entropies: int,
+        log_sums: int,
+        rows: int,
+        n: int,
+        /,
+    ) -> None: ...
+    def token_scores_grad(
+        self,
+        logits: int,
+        temperature: float,
+        targets: int,
+        entropies: int,
+        log_sums: int,
+        logprob_grads: int,
+        entropy_grads: int,
+        rows: int,
+        n: int,
+        /,
+    ) -> None: ...
     def attention_backward(
         self,
         query: int,

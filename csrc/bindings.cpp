@@ -133,8 +133,9 @@ class CpuKernels {
         table_->linear_input_grad(floats(dy), bytes(weight), weight_bf16, floats_out(dx), rows, in, out);
     }
 
-    void linear_weight_grad(Address dy, Address x, Index x_stride, Address dw, Index rows, Index in, Index out) const {
-        table_->linear_weight_grad(floats(dy), floats(x), x_stride, floats_out(dw), rows, in, out);
+    void linear_weight_grad(Address dy, Address x, Index x_stride, Address dw, Index rows, Index in, Index out,
+                            bool add) const {
+        table_->linear_weight_grad(floats(dy), floats(x), x_stride, floats_out(dw), rows, in, out, add);
     }
 
     void column_sums(Address x, Address out, Index rows, Index n) const {
@@ -150,6 +151,24 @@ class CpuKernels {
     void log_sum_exp_grad(Address x, Index x_stride, Address result, Address dy, Address dx, Index rows,
                           Index n) const {
         table_->log_sum_exp_grad(floats(x), x_stride, floats(result), floats(dy), floats_out(dx), rows, n);
+    }
+
+    void token_scores(Address logits, float temperature, Address targets, Address logprobs, Address entropies,
+                      Address log_sums, Index rows, Index n) const {
+        using palimpsest::cpu::kVocabularyTile;
+        Index count = rows * ((n + kVocabularyTile - 1) / kVocabularyTile);
+        std::vector<palimpsest::cpu::TileSum> tiles(count);
+        std::vector<float> weighted(count);
+        table_->token_scores({floats_out(logits), temperature, indices(targets, rows, n, "token id"),
+                              floats_out(logprobs), floats_out(entropies), floats_out(log_sums), rows, n},
+                             tiles.data(), weighted.data());
+    }
+
+    void token_scores_grad(Address logits, float temperature, Address targets, Address entropies, Address log_sums,
+                           Address logprob_grads, Address entropy_grads, Index rows, Index n) const {
+        table_->token_scores_grad({floats_out(logits), temperature, indices(targets, rows, n, "token id"), nullptr,
+                                   floats_out(entropies), floats_out(log_sums), rows, n},
+                                  floats(logprob_grads), floats(entropy_grads));
     }
 
     void attention_backward(Address query, Address key, Address value, Address query_start, Address kv_length,
@@ -252,6 +271,8 @@ PYBIND11_MODULE(_C, m) {
         .def("column_sums", &CpuKernels::column_sums, Release())
         .def("silu_product_grad", &CpuKernels::silu_product_grad, Release())
         .def("log_sum_exp_grad", &CpuKernels::log_sum_exp_grad, Release())
+        .def("token_scores", &CpuKernels::token_scores, Release())
+        .def("token_scores_grad", &CpuKernels::token_scores_grad, Release())
         .def("attention_backward", &CpuKernels::attention_backward, Release());
     py::class_<CpuDecoder>(m, "CpuDecoder")
         .def(py::init<const std::string&, Index, Index, Index, Index, Index, Index, Index, Index, bool, float, float,

@@ -18,6 +18,8 @@ __all__ = [
     "linear_weight_grad",
     "log_sum_exp_grad",
     "silu_product_grads",
+    "token_scores",
+    "token_scores_grad",
 ]
 
 
@@ -34,14 +36,21 @@ def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-def linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """float32 dense [T, out], [T, in] with dense rows -> [out, in] = grad^T x. Raises ValueError for anything else."""
+def linear_weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """float32 dense [T, out], [T, in] with dense rows -> [out, in] = grad^T x, added to `into` where that is given.
+
+    Parts of whole blocks (256 rows) that are added in order have the bits of one call. Raises ValueError for anything
+    else.
+    """
     rows, out = grad.shape
     size = x.shape[1]
+    result = torch.empty(out, size, dtype=torch.float32) if into is None else into
     ok = grad.is_contiguous() and _is_rows(grad) and _is_rows(x) and x.shape == (rows, size)
-    _check(ok, "linear_weight_grad", grad, x)
-    result = torch.empty(out, size, dtype=torch.float32)
-    cpu._kernels.linear_weight_grad(*(grad.data_ptr(), x.data_ptr(), x.stride(0), result.data_ptr(), rows, size, out))
+    ok = ok and result.is_contiguous() and _is_rows(result) and result.shape == (out, size)
+    _check(ok, "linear_weight_grad", grad, x, result)
+    cpu._kernels.linear_weight_grad(
+        *(grad.data_ptr(), x.data_ptr(), x.stride(0), result.data_ptr(), rows, size, out, into is not None)
+    )
     return result
 
 
@@ -82,6 +91,41 @@ def log_sum_exp_grad(logits: Tensor, result: Tensor, grad: Tensor) -> Tensor:
         *(logits.data_ptr(), logits.stride(0), result.data_ptr(), grad.data_ptr(), out.data_ptr(), rows, n)
     )
     return out
+
+
+def token_scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide logits (float32 dense [R, n]) by the temperature in place; -> log-probability, entropy, log-sum-exp, [R].
+
+    targets: int64 [R]. The first is to the bit what sampler.sample reports. Raises ValueError for anything else.
+    """
+    rows, n = logits.shape
+    ok = logits.is_contiguous() and _is_rows(logits) and n > 0 and cpu._is_index(targets, rows)
+    _check(ok, "token_scores", logits, targets)
+    logprobs, entropies, log_sums = (torch.empty(rows, dtype=torch.float32) for _ in range(3))
+    cpu._kernels.token_scores(
+        *(logits.data_ptr(), temperature, targets.data_ptr(), logprobs.data_ptr(), entropies.data_ptr()),
+        *(log_sums.data_ptr(), rows, n),
+    )
+    return logprobs, entropies, log_sums
+
+
+def token_scores_grad(
+    logits: Tensor, targets: Tensor, temperature: float, entropies: Tensor, log_sums: Tensor, logprob_grads: Tensor,
+    entropy_grads: Tensor,
+) -> None:  # fmt: skip
+    """Put the gradient of the undivided logits in the place of what token_scores left, [R, n]; the others are [R].
+
+    Raises ValueError for anything else.
+    """
+    rows, n = logits.shape
+    vectors = (entropies, log_sums, logprob_grads, entropy_grads)
+    ok = logits.is_contiguous() and _is_rows(logits) and n > 0 and cpu._is_index(targets, rows)
+    ok = ok and all(x.is_contiguous() and _is_rows(x) and x.shape == (rows,) for x in vectors)
+    _check(ok, "token_scores_grad", logits, targets, *vectors)
+    cpu._kernels.token_scores_grad(
+        *(logits.data_ptr(), temperature, targets.data_ptr(), entropies.data_ptr(), log_sums.data_ptr()),
+        *(logprob_grads.data_ptr(), entropy_grads.data_ptr(), rows, n),
+    )
 
 
 def attention_grads(

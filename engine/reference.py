@@ -16,12 +16,16 @@ __all__ = [
     "attend",
     "embedding",
     "linear",
+    "linear_input_grad",
+    "linear_weight_grad",
     "log_sum_exp",
     "paged_attention",
     "quantised_linear",
     "rms_norm",
     "rotate",
     "silu_product",
+    "token_scores",
+    "token_scores_grad",
     "write_kv",
 ]
 
@@ -128,3 +132,43 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=-1)
+
+
+# ---- of the fused loss (rl/fused_loss.py), which makes its gradients itself ----
+
+
+def linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """[T, out], [out, in] -> [T, in] = grad W."""
+    return grad @ weight.to(grad.dtype)
+
+
+def linear_weight_grad(grad: Tensor, x: Tensor, into: Tensor) -> Tensor:
+    """[T, out], [T, in] -> into [out, in] += grad^T x."""
+    return into.addmm_(grad.t(), x)
+
+
+def token_scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide logits [R, n] by the temperature in place; -> [R] each: log-probability, entropy, log-sum-exp.
+
+    targets: int64 [R], whose log-probability: to the bit what sampler.sample reports.
+    """
+    if temperature != 1.0:
+        logits.div_(logits.new_tensor(temperature))
+    log_sums = log_sum_exp(logits)
+    entropies = torch.special.entr((logits - log_sums[:, None]).exp_()).sum(dim=1)
+    return logits.gather(1, targets[:, None])[:, 0] - log_sums, entropies, log_sums
+
+
+def token_scores_grad(
+    logits: Tensor, targets: Tensor, temperature: float, entropies: Tensor, log_sums: Tensor, logprob_grads: Tensor,
+    entropy_grads: Tensor,
+) -> None:  # fmt: skip
+    """Put the gradient of the undivided logits in the place of what token_scores left.
+
+    With p the softmax and H the entropy: d logprob = onehot - p, dH = -p (log p + H), both / temperature.
+    """
+    p = (logits - log_sums[:, None]).exp_()
+    grad = torch.special.entr(p).sub_(p * entropies[:, None]).mul_(entropy_grads[:, None])
+    grad.sub_(p.mul_(logprob_grads[:, None]))
+    grad[torch.arange(len(grad)), targets] += logprob_grads
+    torch.div(grad, logits.new_tensor(temperature), out=logits)

@@ -68,6 +68,17 @@ struct TileSum {
     float top, sum;
 };
 
+// Rows of logits [rows, n], dense, and one token of each: its log-probability at the temperature, the entropy, and the
+// log-sum-exp. token_scores divides the logits by the temperature in place and fills in the results; token_scores_grad
+// takes all that and puts the gradient of the undivided logits in their place.
+struct TokenScoresCall {
+    float* logits;
+    float temperature;
+    const Index* targets;
+    float *logprobs, *entropies, *log_sums;
+    Index rows, n;
+};
+
 // Values on the k axis that share a scale when x is rounded; weights share theirs over as many, or a multiple.
 constexpr Index kQuantisedGroup = 32;
 
@@ -130,13 +141,17 @@ struct Kernels {
     // Gradients, float32 and dense but for x, gate and up; each sums up in one order, too.
     void (*linear_input_grad)(const float* dy, const void* weight, bool weight_bf16, float* dx, Index rows, Index in,
                               Index out);
+    // add: to what dw holds.
     void (*linear_weight_grad)(const float* dy, const float* x, Index x_stride, float* dw, Index rows, Index in,
-                               Index out);
+                               Index out, bool add);
     void (*column_sums)(const float* x, float* out, Index rows, Index n);
     void (*silu_product_grad)(const float* gate, Index gate_stride, const float* up, Index up_stride, const float* dy,
                               float* dgate, float* dup, Index rows, Index n);
     void (*log_sum_exp_grad)(const float* x, Index x_stride, const float* result, const float* dy, float* dx,
                              Index rows, Index n);
+    // tiles, weighted: scratch as for log_sum_exp.
+    void (*token_scores)(const TokenScoresCall& call, TileSum* tiles, float* weighted);
+    void (*token_scores_grad)(const TokenScoresCall& call, const float* logprob_grads, const float* entropy_grads);
     void (*attention_query_grad)(const AttentionGradCall& call, const AttentionTask& task);
     void (*attention_key_grad)(const AttentionGradCall& call, const KeyTask& task);
 

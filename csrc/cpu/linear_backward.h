@@ -59,10 +59,10 @@ struct Transposed {
     }
 };
 
-// The part m0 .. m1, n0 .. n1 of y = left right, y dense with `columns` columns.
+// The part m0 .. m1, n0 .. n1 of y = left right, or y += left right; y dense with `columns` columns.
 template <class Left, class Right>
-void product_task(const Left& left, const Right& right, float* y, Index columns, Index depth, Index m0, Index m1,
-                  Index n0, Index n1) {
+void product_task(const Left& left, const Right& right, float* y, Index columns, Index depth, bool add, Index m0,
+                  Index m1, Index n0, Index n1) {
     alignas(64) float rows[kProductRows * kBlock];
     alignas(64) float panels[kProductColumns * kBlock];
     for (Index start = 0; start < depth; start += kBlock) {
@@ -73,15 +73,15 @@ void product_task(const Left& left, const Right& right, float* y, Index columns,
             with_rows<kTileRows>(smaller(kTileRows, m1 - m), [&](auto count) {
                 for (Index n = n0; n < n1; n += kPanel)
                     tile<decltype(count)::value>(rows + (m - m0) * kBlock, panels + (n - n0) * kBlock, some,
-                                                 y + m * columns + n, columns, columns - n, start == 0);
+                                                 y + m * columns + n, columns, columns - n, start == 0 && !add);
             });
     }
 }
 
-// y[m][n] = sum over k of left[m][k] right[k][n], cut into enough tasks for all threads.
+// y[m][n] = (y[m][n] +) sum over k of left[m][k] right[k][n], cut into enough tasks for all threads.
 template <class Left, class Right>
-void product(const Left& left, const Right& right, float* y, Index rows, Index columns, Index depth) {
-    if (depth == 0) std::memset(y, 0, rows * columns * sizeof(float));
+void product(const Left& left, const Right& right, float* y, Index rows, Index columns, Index depth, bool add = false) {
+    if (depth == 0 && !add) std::memset(y, 0, rows * columns * sizeof(float));
     Index wanted = 2 * max_threads(), task_rows = kProductRows, task_columns = kProductColumns;
     auto tasks = [&] { return divide_up(rows, task_rows) * divide_up(columns, task_columns); };
     while (tasks() < wanted && task_rows > kProductUnit) task_rows /= 2;
@@ -89,7 +89,7 @@ void product(const Left& left, const Right& right, float* y, Index rows, Index c
     Index across = divide_up(columns, task_columns), count = tasks();
     share_by_demand(count, true, [&](Index task) {
         Index n = task % across * task_columns, m = task / across * task_rows;
-        product_task(left, right, y, columns, depth, m, smaller(m + task_rows, rows), n,
+        product_task(left, right, y, columns, depth, add, m, smaller(m + task_rows, rows), n,
                      smaller(n + task_columns, columns));
     });
 }
@@ -104,8 +104,8 @@ inline void linear_input_grad(const float* dy, const void* weight, bool weight_b
 }
 
 inline void linear_weight_grad(const float* dy, const float* x, Index x_stride, float* dw, Index rows, Index in,
-                               Index out) {
-    product(Transposed{dy, rows, out}, Plain<float>{x, x_stride, in}, dw, out, in, rows);
+                               Index out, bool add) {
+    product(Transposed{dy, rows, out}, Plain<float>{x, x_stride, in}, dw, out, in, rows, add);
 }
 
 // out[i] = sum over r of x[r][i]: blocks of kBlock rows, each added up in order, then the blocks in order.

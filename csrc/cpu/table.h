@@ -11,6 +11,7 @@
 #include "log_sum_exp.h"
 #include "norm.h"
 #include "quantised_linear.h"
+#include "token_scores.h"
 
 namespace palimpsest::cpu {
 
@@ -34,6 +35,8 @@ const Kernels PALIMPSEST_TABLE = {
     PALIMPSEST_ISA::column_sums,
     PALIMPSEST_ISA::silu_product_grad,
     PALIMPSEST_ISA::log_sum_exp_grad,
+    PALIMPSEST_ISA::token_scores,
+    PALIMPSEST_ISA::token_scores_grad,
     PALIMPSEST_ISA::attention_query_grad,
     PALIMPSEST_ISA::attention_key_grad,
     PALIMPSEST_ISA::multiply_add,
