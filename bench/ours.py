@@ -51,6 +51,7 @@ class Ours:
             max_context=longest,
             max_sequences=sequences,
             threads=threads,
+            drafts=False,  # what is compared is a step per token
         )
         self.variant = variant
         self.engine = Engine(model, config)

@@ -108,6 +108,8 @@ class EngineConfig:
     max_step_tokens: most tokens that one step computes, over all sequences.
     max_sequences: most sequences that run at once; the others wait.
     max_context: window in tokens (prompt + response); None means the model's own.
+    drafts: guess from prompt and memory how a response goes on, and verify many tokens in one step. The results are the
+    same with and without; with the backend "reference", where they would not be, nothing is drafted.
     rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the
     model's.
     threads: CPU threads for torch and the kernels (process-wide, as torch's setting is), at most 1024; None leaves
@@ -124,6 +126,7 @@ class EngineConfig:
     max_step_tokens: int = 2048
     max_sequences: int = 64
     max_context: int | None = None
+    drafts: bool = True
     rope_scaling: Mapping[str, Any] | None = None
     threads: int | None = None
 
@@ -143,6 +146,7 @@ class EngineConfig:
             f"EngineConfig.max_sequences ({self.max_sequences}) must not exceed max_step_tokens "
             f"({self.max_step_tokens}): each running sequence computes at least one token a step",
         )
+        _require_bool("EngineConfig", "drafts", self.drafts)
         for name in ("kv_bytes", "max_context", "threads"):
             if getattr(self, name) is not None:
                 _require_int("EngineConfig", name, getattr(self, name), 1)

@@ -17,13 +17,14 @@ import torch
 from . import checkpoint
 from .config import EngineConfig, SamplingParams
 from .detokenizer import TextStream
+from .draft import Drafter
 from .errors import ConfigError, RequestError
 from .kv_cache import PagePool
 from .memory import pool_pages
 from .model import Decoder
 from .model_config import ModelConfig
 from .ops import select
-from .prompt import Prompt, pair_with_params, prompt_ids
+from .prompt import Prompt, pair_with_params, prompt_ids, segments_of
 from .quant import quantise, replace_weights
 from .runner import Runner, page_bytes
 from .sampler import check_params
@@ -42,7 +43,7 @@ class Engine:
     """A model with its KV pool and queue. Several engines can live in one process; one engine belongs to one thread.
 
     window: most tokens of prompt and response that the model takes. longest: most that one request can have here, where
-    the KV pool may hold less.
+    the KV pool may hold less. drafts: whether responses are drafted, which changes only how many steps they take.
     """
 
     def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
@@ -84,6 +85,7 @@ class Engine:
             eos_ids=eos_ids,
         )
         self.longest = min(self.window, num_pages * config.page_size)
+        self.drafts = config.drafts and ops.backend == "cpu"
         self._texts: dict[Sequence, TextStream] = {}
         self._undelivered: list[Update] = []
         self._to_end: deque[tuple[Sequence, bool]] = deque()
@@ -108,11 +110,13 @@ class Engine:
         sample: int = 0,
         turn: int = 0,
         is_open: bool = False,
+        drafter: Drafter | None = None,
     ) -> Sequence:
         """Queue a prompt: text (special tokens recognised), token ids, or segments. Its updates come from `step`.
 
         sample, turn: with params.seed they choose the random stream. is_open: the prompt may grow by `extend` until
-        `close`. Raises RequestError if it can never be served.
+        `close`. drafter: proposes what the response may be; by default one that reads the prompt. Raises RequestError
+        if it can never be served.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -124,15 +128,12 @@ class Engine:
         if not isinstance(is_open, bool):
             raise RequestError(f"is_open must be True or False, got {is_open!r}")
         self._require_weights("add a request")
-        sequence = Sequence(
-            self._next_id,
-            prompt_ids(prompt, self.tokenizer, self.model.config.vocab_size),
-            params,
-            sample,
-            turn,
-            is_open,
-        )
+        self._require_drafts(drafter)
+        ids = prompt_ids(prompt, self.tokenizer, self.model.config.vocab_size)
+        sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter)
         self.scheduler.add(sequence)
+        if self.drafts and drafter is None and not is_open:
+            sequence.drafter = Drafter.for_prompt(segments_of(prompt) or ids)
         self._next_id += 1
         self._texts[sequence] = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
         return sequence
@@ -142,10 +143,18 @@ class Engine:
         self._require_own(sequence)
         self.scheduler.extend(sequence, prompt_ids(ids, self.tokenizer, self.model.config.vocab_size))
 
-    def close(self, sequence: Sequence) -> None:
-        """End an open sequence's prompt; its response is drawn from the next step on."""
+    def close(self, sequence: Sequence, *, drafter: Drafter | None = None) -> None:
+        """End an open sequence's prompt; its response is drawn from the next step on.
+
+        drafter: as in `add`, for one that had to see the whole prompt; it takes the place of one given there.
+        """
         self._require_own(sequence)
+        self._require_drafts(drafter)
         self.scheduler.close(sequence)
+        if drafter is not None:
+            sequence.drafter = drafter
+        elif self.drafts and sequence.drafter is None:
+            sequence.drafter = Drafter.for_prompt(sequence.tokens)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one stays as it is."""
@@ -297,6 +306,16 @@ class Engine:
         if self._updating:
             raise RequestError(f"the weights are being updated; {what} after the update's `with` block")
 
+    def _require_drafts(self, drafter: Drafter | None) -> None:
+        if drafter is None or self.drafts:
+            return
+        if not self.config.drafts:
+            raise RequestError("a drafter was given but EngineConfig.drafts is False; leave one of them out")
+        raise RequestError(
+            f"a drafter was given but the backend is {self.model.ops.backend!r}, where results depend on how many rows "
+            "are computed at once, so that drafts would change them; use backend='cpu', or leave the drafter out"
+        )
+
     def _require_own(self, sequence: Sequence) -> None:
         if not sequence.finished and sequence not in self._texts:
             raise RequestError(f"sequence {sequence.id} belongs to another engine")
@@ -314,10 +333,12 @@ class Engine:
     def _update(self, sequence: Sequence, ids: array[int]) -> Update:
         """Turn a sequence's new ids into text, ending it at a stop string."""
         stream = self._texts[sequence]
+        told = stream.count
         # The id that ended a response (EOS, a stop id) is not part of its text.
-        text = "" if sequence.finish_reason == "stop" else "".join(stream.push(token) for token in ids)
+        text = "".join(_push(stream, ids[:-1] if sequence.finish_reason == "stop" else ids))
         if stream.stopped is not None:
-            self.scheduler.finish(sequence, "stop")
+            ids = ids[: stream.count - told]
+            self._end_at_stop_string(sequence, stream.count)
         if not sequence.finished:
             return Update(sequence, ids, text, stream.tokens_before_stop, None)
         text += stream.finish()
@@ -325,6 +346,21 @@ class Engine:
             sequence.finish_reason = "stop"
         del self._texts[sequence]
         return Update(sequence, ids, text, stream.tokens_before_stop, _completion(sequence, stream))
+
+    def _end_at_stop_string(self, sequence: Sequence, length: int) -> None:
+        """End a response with the token that completed a stop string; a draft may have brought more, or another end."""
+        self.scheduler.finish(sequence, "stop")
+        sequence.finish_reason, sequence.error = "stop", None
+        del sequence.tokens[sequence.prompt_length + length :]
+        del sequence.logprobs[length:], sequence.top_logprobs[length:]
+
+
+def _push(stream: TextStream, ids: array[int]) -> Iterator[str]:
+    """The new text of each id, up to the one that completes a stop string."""
+    for token in ids:
+        if stream.stopped is not None:
+            return
+        yield stream.push(token)
 
 
 def _completion(sequence: Sequence, stream: TextStream) -> Completion:

@@ -12,7 +12,7 @@ from .errors import RequestError
 from .sequence import Segment
 from .tokenizer import Tokenizer
 
-__all__ = ["Prompt", "pair_with_params", "prompt_ids"]
+__all__ = ["Prompt", "pair_with_params", "prompt_ids", "segments_of"]
 
 Prompt = str | Iterable[int] | Seq[Segment]
 
@@ -32,6 +32,11 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, vocabulary: int) -> array[i
         wrong = next(token for token in ids if not 0 <= token < vocabulary)
         raise RequestError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
     return ids
+
+
+def segments_of(prompt: Prompt) -> list[Segment]:
+    """A prompt's segments; none where it was given as text or ids."""
+    return [part for part in prompt if isinstance(part, Segment)] if isinstance(prompt, (list, tuple)) else []
 
 
 def pair_with_params(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from .layer_stack import LayerStack
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
 from .ops import Spans
-from .sampler import SampleRow, prompt_logprobs, sample
-from .scheduler import PageCopy, Span, SpanResult, Step
+from .run import Run, tile
+from .sampler import prompt_logprobs, sample
+from .step import PageCopy, Span, SpanResult, Step
 
 __all__ = ["Runner", "page_bytes"]
 
-# Prompt rows scored at once: bounds the [rows, vocabulary] logits.
-SCORE_TILE = 64
+# Rows that go through the head at once: bounds the [rows, vocabulary] logits.
+HEAD_TILE = 64
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -67,9 +69,9 @@ class Runner:
         if not step.spans:
             return []
         hidden = self.run_layers(self._batch(step.spans))
-        ends = np.cumsum([len(span.ids) for span in step.spans]).tolist()
-        scores = [self._score(hidden, span, end - len(span.ids)) for span, end in zip(step.spans, ends, strict=True)]
-        drawn = self._draw(hidden, step.spans, ends)
+        starts = np.cumsum([0, *(span.rows for span in step.spans)]).tolist()
+        scores = [self._score(hidden, span, start) for span, start in zip(step.spans, starts, strict=False)]
+        drawn = self._draw(hidden, step.spans, starts)
         return [_with_scores(result, scored) for result, scored in zip(drawn, scores, strict=True)]
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
@@ -83,17 +85,18 @@ class Runner:
                 pages[targets] = pages[sources]
 
     def _batch(self, spans: tuple[Span, ...]) -> Batch:
-        lengths = np.array([len(span.ids) for span in spans], dtype=np.int32)
+        lengths = np.array([span.rows for span in spans], dtype=np.int32)
         tables = np.zeros((len(spans), max(len(span.pages) for span in spans)), dtype=np.int32)
         positions, slots = [], []
         for row, span in zip(tables, spans, strict=True):
             row[: len(span.pages)] = span.pages
-            position = np.arange(span.start, span.start + len(span.ids))
+            position = np.arange(span.start, span.start + span.rows)
             positions.append(position)
             slots.append(row[position // self.page_size].astype(np.int64) * self.page_size + position % self.page_size)
         starts = np.array([span.start for span in spans], dtype=np.int32)
+        ids = [np.frombuffer(part, dtype=np.int32) for span in spans for part in (span.ids, span.draft)]
         return Batch(
-            ids=torch.from_numpy(np.concatenate([np.frombuffer(span.ids, dtype=np.int32) for span in spans])).long(),
+            ids=torch.from_numpy(np.concatenate(ids)).long(),
             positions=torch.from_numpy(np.concatenate(positions)),
             slots=torch.from_numpy(np.concatenate(slots)),
             spans=Spans(
@@ -108,35 +111,31 @@ class Runner:
     def _score(self, hidden: Tensor, span: Span, start: int) -> list[float]:
         """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time."""
         scores: list[float] = []
-        for first in range(0, len(span.scored_targets), SCORE_TILE):
-            targets = torch.tensor(span.scored_targets[first : first + SCORE_TILE], dtype=torch.int64)
+        for first in range(0, len(span.scored_targets), HEAD_TILE):
+            targets = torch.tensor(span.scored_targets[first : first + HEAD_TILE], dtype=torch.int64)
             row = start + span.scored_from + first
             logits = self.model.logits(hidden[row : row + len(targets)])
             scores.extend(prompt_logprobs(logits, targets, self.model.ops))
         return scores
 
-    def _draw(self, hidden: Tensor, spans: tuple[Span, ...], ends: list[int]) -> list[SpanResult]:
-        """One token for each span that samples, an empty result for the others."""
-        drawn = [SpanResult()] * len(spans)
-        which = [i for i, span in enumerate(spans) if span.samples]
-        if which:
-            logits = self.model.logits(hidden[[ends[i] - 1 for i in which]])
-            rows = [self._sample_row(spans[i]) for i in which]
-            for i, result in zip(which, sample(logits, rows, self.model.ops), strict=True):
-                drawn[i] = SpanResult(result.token_id, result.logprob, result.top, error=result.error)
-        return drawn
+    def _draw(self, hidden: Tensor, spans: tuple[Span, ...], starts: list[int]) -> list[SpanResult]:
+        """The tokens of each span that samples, an empty result for the others.
 
-    def _sample_row(self, span: Span) -> SampleRow:
-        sequence = span.sequence
-        return SampleRow(
-            params=sequence.params,
-            sample=sequence.sample,
-            turn=sequence.turn,
-            index=sequence.response_length,
-            prompt_ids=sequence.tokens[: sequence.prompt_length],
-            response_ids=sequence.response,
-            eos_ids=self.eos_ids,
-        )
+        Draft rows are drawn from a tile at a time, and those behind a row that gave another token never.
+        """
+        runs = {
+            i: Run(span, starts[i] + len(span.ids) - 1, self.eos_ids) for i, span in enumerate(spans) if span.samples
+        }
+        live = list(runs.values())
+        while live:
+            parts = tile(live, HEAD_TILE)
+            logits = self.model.logits(hidden[[row for run, count in parts for row in run.rows(count)]])
+            rows = [row for run, count in parts for row in run.sample_rows(count)]
+            drawn = iter(sample(logits, rows, self.model.ops))
+            for run, count in parts:
+                run.take(islice(drawn, count))
+            live = [run for run in live if not run.over]
+        return [runs[i].result if i in runs else SpanResult() for i in range(len(spans))]
 
 
 def _with_scores(result: SpanResult, scores: list[float]) -> SpanResult:

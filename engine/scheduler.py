@@ -1,10 +1,10 @@
 """Scheduler: what the next step computes. Pure Python, no tensors; it never calls the runner, nor the runner it.
 
-Sequences in their response go first, then prefill pieces, then newly admitted prompts, all within one token
-budget. A prompt is admitted when pages for the whole of it are there, and when no running one is about to fill pages
-that it could share. When a running sequence needs a page and none is left, the sequence admitted last gives up its
-pages and is computed again later; the oldest one always goes on, so all finish. Open sequences are work ahead of time:
-they run on the tokens, places and pages that closed ones leave.
+Sequences in their response go first, with their drafts, then prefill pieces, then newly admitted prompts, all within
+one token budget. A prompt is admitted when pages for the whole of it are there, and when no running one is about to
+fill pages that it could share. When a running sequence needs a page and none is left, the sequence admitted last gives
+up its pages and is computed again later; the oldest one always goes on, so all finish. Open sequences are work ahead of
+time: they run on the tokens, places and pages that closed ones leave. Drafts get what pages are left then.
 """
 
 from __future__ import annotations
@@ -14,60 +14,18 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from operator import eq
 
+from .draft import Draft
 from .errors import RequestError
 from .kv_cache import PagePool, shared_ids
-from .sequence import Sequence, Status, TokenLogprob
+from .sequence import DraftCounters, Sequence, Status
+from .step import PageCopy, Span, SpanResult, Step
 
-__all__ = ["PageCopy", "Scheduler", "Span", "SpanResult", "Step"]
+__all__ = ["Scheduler"]
 
-
-@dataclass(frozen=True)
-class PageCopy:
-    """Copy page `source` to page `target`, whose first tokens are the same, before the step writes anything."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens start .. start + len(ids) of one sequence, to be computed in this step.
-
-    pages: the sequence's table. samples: a token is drawn after the last row. scored_targets: the next prompt tokens
-    whose log-probabilities are owed by as many rows from index `scored_from` on.
-    """
-
-    sequence: Sequence
-    start: int
-    ids: array[int]
-    pages: tuple[int, ...]
-    samples: bool
-    scored_from: int
-    scored_targets: array[int]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward pass: page copies, then a ragged batch of spans."""
-
-    copies: tuple[PageCopy, ...]
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True)
-class SpanResult:
-    """What the runner found for a span: the token drawn, if it samples, and the log-probabilities that it owes.
-
-    error: why the sequence can't go on; the rest then means nothing.
-    """
-
-    token_id: int | None = None
-    logprob: float = 0.0
-    top: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
-    error: str | None = None
+# The order of the running sequences in a step.
+RANKS = RESPONSE, PROMPT, OPEN_PROMPT = range(3)
 
 
 class Scheduler:
@@ -139,30 +97,30 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decide the next step, moving sequences between waiting and running. Commit it before the next call."""
         plan = _Plan(self.max_step_tokens)
-        for sequence in sorted(self.running, key=_rank):
-            if sequence.status is Status.RUNNING:
-                self._continue(sequence, plan)
+        for rank in RANKS:
+            for sequence in list(self.running):
+                if sequence.status is Status.RUNNING and _rank(sequence) == rank:
+                    self._continue(sequence, plan)
+            if rank == RESPONSE:
+                self._draft_responses(plan)
         self._admit(plan)
         if not plan.lengths and self.has_work:
             self._make_way(plan)
-        spans = tuple(_span(sequence, length) for sequence, length in plan.lengths.items())
-        return Step(tuple(plan.copies), spans)
+        self._house_drafts(plan)
+        return plan.step()
 
     def commit(self, step: Step, results: Seq[SpanResult]) -> None:
         """Enter a step's results: tokens become committed, full pages known, responses longer or finished."""
         for span, result in zip(step.spans, results, strict=True):
             sequence = span.sequence
-            if result.error is not None:
-                sequence.error = result.error
-                self.finish(sequence, "error")
-                continue
-            self._count(span)
-            sequence.computed = span.start + len(span.ids)
-            sequence.furthest = max(sequence.furthest, sequence.computed)
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
-            self._publish(sequence)
-            if result.token_id is not None:
-                self._append(sequence, result.token_id, result)
+            reason = self._append(sequence, result)
+            if result.error is not None and reason is None:
+                sequence.error, reason = result.error, "error"
+            else:
+                self._advance(span)
+            if reason is not None:
+                self.finish(sequence, reason)
 
     def recover(self, sequences: Iterable[Sequence]) -> None:
         """After a step that failed anywhere: all unfinished sequences wait again, in order, and no page holds anything.
@@ -176,7 +134,11 @@ class Scheduler:
             sequence.pages, sequence.chain, sequence.computed = [], [], 0
             sequence.status = Status.WAITING
             del sequence.tokens[sequence.prompt_length + len(sequence.logprobs) :]
+            del sequence.top_logprobs[len(sequence.logprobs) :]
             self.waiting.append(sequence)
+            reason = self._ending(sequence)
+            if reason is not None:
+                self.finish(sequence, reason)
 
     def check(self) -> None:
         """RuntimeError if any page is lost, doubled or wrongly counted."""
@@ -214,7 +176,55 @@ class Scheduler:
             if victim is sequence:
                 return
         sequence.pages.extend(self.pool.allocate(max(missing, 0)))
-        plan.take(sequence, length)
+        if _is_decoding(sequence):
+            plan.take(sequence, length)
+        else:
+            self._prefill(sequence, plan)
+
+    def _prefill(self, sequence: Sequence, plan: _Plan) -> None:
+        """Take a prefill piece; the last one brings a draft. If there is no room for both, the piece before is cut.
+
+        So the step that reads the end of a prompt may give the whole response.
+        """
+        pending = _pending(sequence)
+        draft = None
+        if 0 < pending <= plan.budget:
+            draft = self._propose(sequence, plan.budget - 1 if pending == 1 else self.max_step_tokens - 1)
+        if draft is None:
+            plan.take(sequence, min(pending, plan.budget))
+        elif pending + len(draft.ids) > plan.budget:
+            plan.take(sequence, pending - 1)
+        else:
+            plan.take(sequence, pending)
+            plan.add(sequence, draft)
+
+    def _draft_responses(self, plan: _Plan) -> None:
+        """Draft for the sequences in their response, once each of them has its token of the budget."""
+        for sequence, length in plan.lengths.items():
+            draft = self._propose(sequence, plan.budget) if length == _pending(sequence) else None
+            if draft is not None:
+                plan.add(sequence, draft)
+
+    def _propose(self, sequence: Sequence, most: int) -> Draft | None:
+        """A draft of at most `most` tokens, and such that the token after it still belongs to the response."""
+        if sequence.drafter is None or sequence.is_open:
+            return None
+        left = min(sequence.params.max_tokens - sequence.response_length, self.window - len(sequence.tokens))
+        most = min(most, left - 1)
+        return _cut(sequence.drafter.propose(sequence.response, most), most) if most > 0 else None
+
+    def _house_drafts(self, plan: _Plan) -> None:
+        """Give the drafts pages of those that nothing else wants in this step, and cut what finds no place."""
+        for sequence, draft in list(plan.drafts.items()):
+            end = sequence.computed + plan.lengths[sequence]
+            room = (len(sequence.pages) + self.pool.available) * self.pool.page_size - end
+            housed = _cut(draft, room)
+            if housed is None:
+                del plan.drafts[sequence]
+                continue
+            plan.drafts[sequence] = housed
+            missing = self.pool.pages_for(end + len(housed.ids)) - len(sequence.pages)
+            sequence.pages.extend(self.pool.allocate(max(missing, 0)))
 
     def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences while budget, places and pages last: closed ones in order, then open ones."""
@@ -264,7 +274,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.status = Status.RUNNING
-        plan.take(sequence, min(_pending(sequence), plan.budget))
+        self._prefill(sequence, plan)
         return True
 
     def _make_way(self, plan: _Plan) -> None:
@@ -313,6 +323,27 @@ class Scheduler:
             node, sequence.pages[i] = self.pool.publish(parent, ids, sequence.pages[i])
             sequence.chain.append(node)
 
+    def _advance(self, span: Span) -> None:
+        """Enter what a span computed: its tokens, and of its draft those that were drawn indeed."""
+        self._count(span)
+        sequence, end = span.sequence, span.start + len(span.ids)
+        accepted = sum(map(eq, span.draft, sequence.tokens[end : end + len(span.draft)]))
+        sequence.computed = end + accepted
+        sequence.furthest = max(sequence.furthest, sequence.computed)
+        self._publish(sequence)
+        if span.draft:
+            self._record(span, accepted)
+
+    def _record(self, span: Span, accepted: int) -> None:
+        """Tell everybody what came of a draft, and give back the pages of what was not drawn."""
+        sequence = span.sequence
+        sequence.counters.drafts.setdefault(span.source, DraftCounters()).add(len(span.draft), accepted)
+        if sequence.drafter is not None:
+            sequence.drafter.record(Draft(span.draft, span.source), accepted)
+        needed = self.pool.pages_for(len(sequence.tokens))
+        self.pool.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
+
     def _count(self, span: Span) -> None:
         sequence, end = span.sequence, span.start + len(span.ids)
         again = max(min(end, sequence.furthest) - span.start, 0)
@@ -324,24 +355,36 @@ class Scheduler:
         if new.stop > max(new.start, sequence.prompt_length):
             sequence.counters.decode_steps += 1
 
-    def _append(self, sequence: Sequence, token: int, result: SpanResult) -> None:
-        params = sequence.params
-        sequence.tokens.append(token)
-        sequence.logprobs.append(result.logprob)
-        if params.top_logprobs:
-            sequence.top_logprobs.append(result.top)
-        if token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos):
-            self.finish(sequence, "stop")
-        elif sequence.response_length >= params.max_tokens or len(sequence.tokens) >= self.window:
-            self.finish(sequence, "length")
+    def _append(self, sequence: Sequence, result: SpanResult) -> str | None:
+        """Let a response grow by what was drawn, up to the token that ends it; -> the reason if one does."""
+        for i, token in enumerate(result.token_ids):
+            sequence.tokens.append(token)
+            if sequence.params.top_logprobs:
+                sequence.top_logprobs.append(result.top[i])
+            sequence.logprobs.append(result.logprobs[i])
+            reason = self._ending(sequence)
+            if reason is not None:
+                return reason
+        return None
+
+    def _ending(self, sequence: Sequence) -> str | None:
+        """Why a response is over with its last token, if it is."""
+        params, length = sequence.params, sequence.response_length
+        last = sequence.tokens[-1] if length else None
+        if last in params.stop_ids or (last in self.eos_ids and not params.ignore_eos):
+            return "stop"
+        if length and (length >= params.max_tokens or len(sequence.tokens) >= self.window):
+            return "length"
+        return None
 
 
 class _Plan:
-    """A step in the making: how many tokens each sequence gets, and what is left of the budget."""
+    """A step in the making: how many tokens each sequence gets, its draft, and what is left of the budget."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.lengths: dict[Sequence, int] = {}
+        self.drafts: dict[Sequence, Draft] = {}
         self.copies: list[PageCopy] = []
 
     def take(self, sequence: Sequence, length: int) -> None:
@@ -349,9 +392,26 @@ class _Plan:
             self.lengths[sequence] = length
             self.budget -= length
 
+    def add(self, sequence: Sequence, draft: Draft) -> None:
+        self.drafts[sequence] = draft
+        self.budget -= len(draft.ids)
+
     def drop(self, sequence: Sequence) -> None:
         self.budget += self.lengths.pop(sequence, 0)
+        draft = self.drafts.pop(sequence, None)
+        self.budget += 0 if draft is None else len(draft.ids)
         self.copies = [copy for copy in self.copies if copy.target not in sequence.pages]
+
+    def step(self) -> Step:
+        spans = tuple(_span(sequence, length, self.drafts.get(sequence)) for sequence, length in self.lengths.items())
+        return Step(tuple(self.copies), spans)
+
+
+def _cut(draft: Draft | None, most: int) -> Draft | None:
+    """A draft's first `most` tokens, None if there are none."""
+    if draft is None or not draft.ids or most <= 0:
+        return None
+    return draft if len(draft.ids) <= most else Draft(draft.ids[:most], draft.source)
 
 
 def _pending(sequence: Sequence) -> int:
@@ -369,8 +429,8 @@ def _is_due(sequence: Sequence) -> bool:
 
 
 def _rank(sequence: Sequence) -> int:
-    """Order of the running sequences in a step: responses, then closed prompts, then open ones."""
-    return 0 if _is_decoding(sequence) else 1 + sequence.is_open
+    """A running sequence's place in the order of a step."""
+    return RESPONSE if _is_decoding(sequence) else OPEN_PROMPT if sequence.is_open else PROMPT
 
 
 def _shareable(sequence: Sequence) -> int:
@@ -392,7 +452,7 @@ def _first_unscored(sequence: Sequence) -> int:
     return len(sequence.tokens)
 
 
-def _span(sequence: Sequence, length: int) -> Span:
+def _span(sequence: Sequence, length: int, draft: Draft | None) -> Span:
     start, end = sequence.computed, sequence.computed + length
     scored_from, targets = 0, array("i")
     if _first_unscored(sequence) < end:
@@ -406,4 +466,6 @@ def _span(sequence: Sequence, length: int) -> Span:
         samples=end == len(sequence.tokens) and not sequence.is_open,
         scored_from=scored_from,
         scored_targets=targets,
+        draft=array("i") if draft is None else draft.ids,
+        source="" if draft is None else draft.source,
     )

@@ -7,10 +7,14 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .config import SamplingParams
 
-__all__ = ["Completion", "Counters", "Segment", "Sequence", "Status", "TokenLogprob"]
+if TYPE_CHECKING:
+    from .draft import Drafter
+
+__all__ = ["Completion", "Counters", "DraftCounters", "Segment", "Sequence", "Status", "TokenLogprob"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,27 @@ class TokenLogprob:
 
 
 @dataclass
+class DraftCounters:
+    """What came of the drafts of one source: how many were verified, their tokens, and those that were drawn indeed."""
+
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    def add(self, proposed: int, accepted: int) -> None:
+        self.drafts += 1
+        self.proposed += proposed
+        self.accepted += accepted
+
+
+@dataclass
 class Counters:
     """What a response cost.
 
     prompt_tokens: length of the prompt. cached_tokens: of those, taken from resident pages at the first admission.
     prefilled_tokens: prompt tokens computed; prefilled_ahead: of those, while the prompt was open.
-    recomputed_tokens: tokens computed though a page had held them before. decode_steps: steps that computed a token of
-    the response. preemptions: how often its pages were taken away.
+    recomputed_tokens: tokens computed though a page had held them before. decode_steps: steps after the one that read
+    the end of the prompt. preemptions: how often its pages were taken away. drafts: by source, what came of drafts.
     """
 
     prompt_tokens: int = 0
@@ -54,6 +72,15 @@ class Counters:
     recomputed_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
+    drafts: dict[str, DraftCounters] = field(default_factory=dict)
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(counters.proposed for counters in self.drafts.values())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(counters.accepted for counters in self.drafts.values())
 
 
 @dataclass(frozen=True)
@@ -93,6 +120,7 @@ class Sequence:
 
     is_open: the prompt may still grow (Engine.extend); nothing is sampled before it is closed.
     sample, turn: with the seed they key the random stream.
+    drafter: proposes what the response may be; None: every token takes a step.
     chain: the prefix index's node of each full page of `pages` that the index holds, in order.
     """
 
@@ -102,6 +130,7 @@ class Sequence:
     sample: int = 0
     turn: int = 0
     is_open: bool = False
+    drafter: Drafter | None = None
     prompt_length: int = 0
     computed: int = 0
     furthest: int = 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 from palimpsest import Engine, EngineConfig, SamplingParams
 from palimpsest.engine.layer_stack import LayerStack
-from palimpsest.engine.scheduler import Span, Step
 from palimpsest.engine.sequence import Sequence
+from palimpsest.engine.step import Span, Step
 from palimpsest.tests.tiny_models import make_model_folder
 
 MODELS: list[tuple[str, dict[str, Any]]] = [

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from palimpsest.engine.config import SamplingParams
 from palimpsest.engine.errors import RequestError
 from palimpsest.engine.kv_cache import PagePool
-from palimpsest.engine.scheduler import Scheduler, SpanResult, Step
+from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence, Status
+from palimpsest.engine.step import SpanResult, Step
 
 EOS = 0
 PAGE = 4
@@ -59,8 +60,10 @@ class PageReader:
         first = span.start + span.scored_from
         assert span.scored_targets == span.sequence.tokens[first + 1 : first + 1 + len(span.scored_targets)]
         scores = [-float(target) for target in span.scored_targets]
-        token = next_token(stored) if span.samples else None
-        return SpanResult(token_id=token, logprob=-1.0, prompt_logprobs=scores)
+        drawn = array("i")
+        while span.samples and drawn == span.draft[: len(drawn)] and len(drawn) <= len(span.draft):
+            drawn.append(next_token(stored + drawn))
+        return SpanResult(drawn, [-1.0] * len(drawn), prompt_logprobs=scores)
 
 
 class Machine:
