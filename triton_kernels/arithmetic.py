@@ -1,0 +1,31 @@
+"""Matrix products inside a kernel, the same under the interpreter as on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+__all__ = ["INTERPRETED", "dot", "narrow"]
+
+# Decided when the kernels are defined, as Triton itself does.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a b with float32 sums; float32 operands keep all their bits. The interpreter can't multiply bfloat16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x):
+    """x rounded to bfloat16, ties to even. The interpreter would cut bits off, so there it is done by hand."""
+    x = x.to(tl.float32)
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
