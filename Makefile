@@ -14,7 +14,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
-SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 
 .PHONY: demo test test-slow bench lint build clean
 

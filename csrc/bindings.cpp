@@ -1,4 +1,4 @@
-// The Python module palimpsest._C: addresses and sizes in, nothing out. Checks are made in engine/cpu.py.
+// The Python module palimpsest._C. Tensors come as addresses and sizes, and engine/cpu.py makes the checks.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,6 +10,7 @@
 
 #include "cpu/decoder.h"
 #include "cpu/kernels.h"
+#include "suffix_automaton.h"
 
 namespace py = pybind11;
 using palimpsest::cpu::Index;
@@ -248,6 +249,14 @@ class CpuDecoder {
     palimpsest::cpu::Decoder decoder_;
 };
 
+// Token ids of an array("i") and the like, read in place.
+py::buffer_info token_ids(const py::buffer& ids) {
+    py::buffer_info info = ids.request();
+    if (info.ndim != 1 || !info.item_type_is_equivalent_to<palimpsest::Token>() || info.strides[0] != info.itemsize)
+        throw std::invalid_argument("token ids must be a dense array of int32");
+    return info;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -279,4 +288,24 @@ PYBIND11_MODULE(_C, m) {
                       Address, Address, const ParameterArgument&, const ParameterArgument&>())
         .def("add_layer", &CpuDecoder::add_layer)
         .def("run", &CpuDecoder::run, Release());
+    using palimpsest::SuffixAutomaton;
+    using palimpsest::Token;
+    py::class_<SuffixAutomaton>(m, "SuffixAutomaton")
+        .def(py::init<>())
+        .def_property_readonly("states", &SuffixAutomaton::states)
+        .def("add", &SuffixAutomaton::add)
+        .def("extend",
+             [](SuffixAutomaton& self, int text, const py::buffer& ids) {
+                 py::buffer_info info = token_ids(ids);
+                 self.extend(text, static_cast<const Token*>(info.ptr), info.size);
+             })
+        .def("advance",
+             [](SuffixAutomaton& self, const py::buffer& ids) {
+                 py::buffer_info info = token_ids(ids);
+                 self.advance(static_cast<const Token*>(info.ptr), info.size);
+             })
+        .def("match", [](const SuffixAutomaton& self) {
+            auto [length, text, position] = self.match();
+            return std::make_tuple(length, text, position);
+        });
 }

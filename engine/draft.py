@@ -6,12 +6,24 @@ A draft never changes what is drawn, only how many steps that takes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from .acceptance import PROBE_EVERY, Acceptance
 from .sequence import DraftCounters, Segment
+from .suffix_automaton import SuffixAutomaton
 
 __all__ = ["Draft", "Drafter"]
+
+REWRITTEN = "memory"  # the segment that the response is expected to repeat from its start
+LOOKED_UP = ("chunk",)  # segments that it may copy from
+PROMPT, SIBLING = "prompt", "sibling"
+
+START = 4  # faith in the first place: as if so many tokens had been right
+FAITH = 8  # most of it that outlasts a wrong token, which halves it
+REACH = 8  # tokens proposed per token of faith
+TAIL = 64  # tokens of the response that are read again after a text has grown
 
 
 @dataclass(frozen=True)
@@ -22,25 +34,147 @@ class Draft:
     source: str
 
 
-class Drafter:
-    """Proposes what may follow one response: the rest of a text as long as the response repeats it."""
+@dataclass
+class _Text:
+    """A text that the response may repeat. after: index behind the last of its tokens that was proposed and right."""
 
-    def __init__(self, text: array[int], source: str) -> None:
-        self._text, self._source = text, source
+    source: str
+    ids: array[int]
+    after: int = 0
+
+
+class Drafter:
+    """Proposes what may follow one response: the text behind the place where the response is thought to be.
+
+    The place moves on with each token. A token that differs is taken for a replaced one, until the longest end of the
+    response that stands elsewhere is longer than the faith in the place.
+
+    statistics: by source, what came of the drafts.
+    """
+
+    def __init__(self, texts: Mapping[str, array[int]], acceptance: Acceptance, *, repeats: bool) -> None:
+        """texts: by source, the most promising first. repeats: the response should repeat the first from its start."""
         self.statistics: dict[str, DraftCounters] = {}
+        self._texts = [_Text(source, ids) for source, ids in texts.items()]
+        self._acceptance, self._repeats = acceptance, repeats
+        self._siblings: dict[int, _Text] = {}
+        self._restart()
 
     @classmethod
-    def for_prompt(cls, prompt: Iterable[int] | Iterable[Segment]) -> Drafter:
-        """The drafter of a prompt, given as segments or ids."""
-        memory = [part.ids for part in prompt if isinstance(part, Segment) and part.name == "memory"]
-        return cls(memory[0] if memory else array("i"), "memory")
+    def for_prompt(
+        cls,
+        prompt: Iterable[int] | Iterable[Segment],
+        siblings: Iterable[array[int]] = (),
+        acceptance: Acceptance | None = None,
+    ) -> Drafter:
+        """The drafter of a prompt, given as segments or ids.
 
-    def propose(self, response: array[int], limit: int) -> Draft | None:
-        """At most `limit` ids that may follow the response so far; the same ones when it is asked again."""
-        if response != self._text[: len(response)] or len(response) >= len(self._text):
+        A prompt with a memory and a chunk is expected to give the memory again, with things from the chunk; any other
+        one may be quoted. siblings: memories that others wrote of the same chunk. acceptance: that of the turns before,
+        None for a fresh one.
+        """
+        parts: list[Any] = list(prompt)
+        segments = {part.name: part.ids for part in parts if isinstance(part, Segment)}
+        if REWRITTEN in segments and all(name in segments for name in LOOKED_UP):
+            texts = {name: segments[name] for name in (REWRITTEN, *LOOKED_UP)}
+        else:
+            texts = {PROMPT: _flat(parts)}
+        drafter = cls(texts, Acceptance() if acceptance is None else acceptance, repeats=REWRITTEN in texts)
+        for writer, ids in enumerate(siblings):
+            drafter.extend(writer, ids)
+        return drafter
+
+    def extend(self, writer: int, ids: array[int]) -> None:
+        """Sibling number `writer` has written these further ids (int32) of its memory."""
+        if writer not in self._siblings:
+            self._siblings[writer] = _Text(SIBLING, array("i"))
+            self._texts.append(self._siblings[writer])
+            if self._automaton is not None:
+                self._automaton.add()
+        text = self._siblings[writer]
+        text.ids.extend(ids)
+        if self._automaton is not None:
+            self._automaton.extend(self._texts.index(text), ids)
+            self._automaton.advance(self._seen[-TAIL:])
+
+    def propose(self, response: array[int], limit: int, width: int = 1) -> Draft | None:
+        """At most `limit` ids that may follow the response so far (int32); the same ones when it is asked again.
+
+        width: sequences in their response that share the step.
+        """
+        self._follow(response)
+        if self._strayed or self._place >= len(self._texts[self._text].ids):
+            self._look_around()
+        text = self._texts[self._text]
+        opening = self._repeats and not response
+        room = min(limit, len(text.ids) - self._place, limit if opening else REACH * self._faith)
+        if room <= 0:
             return None
-        return Draft(self._text[len(response) : len(response) + limit], self._source)
+        silence = len(response) - self._drafted
+        length = self._acceptance.length(text.source, room, opening=opening, silence=silence, width=width)
+        return Draft(text.ids[self._place : self._place + length], text.source) if length else None
 
     def record(self, draft: Draft, accepted: int) -> None:
         """Learn that the first `accepted` ids of a draft, or of the head of it that there was room for, were drawn."""
         self.statistics.setdefault(draft.source, DraftCounters()).add(len(draft.ids), accepted)
+        self._acceptance.record(draft.source, len(draft.ids), accepted)
+        self._drafted = len(self._seen) + accepted + 1
+
+    def _restart(self) -> None:
+        self._seen = array("i")
+        self._text = self._place = 0
+        self._faith = START if self._repeats else 0
+        self._strayed = not self._repeats
+        self._drafted = -PROBE_EVERY
+        self._automaton: SuffixAutomaton | None = None
+        for text in self._texts:
+            text.after = 0
+
+    def _follow(self, response: array[int]) -> None:
+        """Move the place on with the tokens that came; a response that lost some is followed from its start."""
+        if response[: len(self._seen)] != self._seen:
+            self._restart()
+        text, new = self._texts[self._text], response[len(self._seen) :]
+        for token in new:
+            if self._place < len(text.ids) and text.ids[self._place] == token:
+                self._faith += 1
+                text.after = self._place + 1
+            else:
+                self._faith = min(self._faith, FAITH) // 2
+                self._strayed = True
+            self._place += 1
+        self._seen.extend(new)
+        if self._automaton is not None:
+            self._automaton.advance(new)
+
+    def _look_around(self) -> None:
+        """Go to where the longest end of the response stands, if that says more than the faith in the present place."""
+        if self._automaton is None:
+            self._automaton = SuffixAutomaton()
+            for text in self._texts:
+                self._automaton.extend(self._automaton.add(), text.ids)
+            self._automaton.advance(self._seen)
+        length, number, place = self._automaton.match()
+        if self._place >= len(self._texts[self._text].ids):
+            self._faith = 0
+        if length <= self._faith:
+            return
+        text = self._texts[number]
+        self._text, self._faith = number, length
+        self._place = max(place, _end_of(self._seen[-length:], text.ids, text.after))
+
+
+def _flat(parts: Iterable[int] | Iterable[Segment]) -> array[int]:
+    ids = array("i")
+    for part in parts:
+        ids.extend(part.ids if isinstance(part, Segment) else (part,))
+    return ids
+
+
+def _end_of(pattern: array[int], ids: array[int], after: int) -> int:
+    """Where `pattern` first ends in `ids`, at `after` or behind it; -1 if nowhere."""
+    text, wanted, size = ids.tobytes(), pattern.tobytes(), ids.itemsize
+    at = text.find(wanted, max(after - len(pattern), 0) * size)
+    while at % size and at >= 0:
+        at = text.find(wanted, at + 1)
+    return at // size + len(pattern) if at >= 0 else -1

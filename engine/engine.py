@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import checkpoint
+from .acceptance import Acceptance, StepCost
 from .config import EngineConfig, SamplingParams
 from .detokenizer import TextStream
 from .draft import Drafter
@@ -29,7 +30,7 @@ from .quant import quantise, replace_weights
 from .runner import Runner, page_bytes
 from .sampler import check_params
 from .scheduler import Scheduler
-from .sequence import Completion, Sequence
+from .sequence import Completion, Segment, Sequence
 from .stream import Stream, Update, require_delivery, without_error
 from .tokenizer import Tokenizer
 
@@ -44,6 +45,7 @@ class Engine:
 
     window: most tokens of prompt and response that the model takes. longest: most that one request can have here, where
     the KV pool may hold less. drafts: whether responses are drafted, which changes only how many steps they take.
+    step_cost: what a longer draft costs here, for an Acceptance that several requests share.
     """
 
     def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
@@ -86,6 +88,7 @@ class Engine:
         )
         self.longest = min(self.window, num_pages * config.page_size)
         self.drafts = config.drafts and ops.backend == "cpu"
+        self.step_cost = StepCost.of_weights(_weight_bits(config))
         self._texts: dict[Sequence, TextStream] = {}
         self._undelivered: list[Update] = []
         self._to_end: deque[tuple[Sequence, bool]] = deque()
@@ -133,7 +136,7 @@ class Engine:
         sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter)
         self.scheduler.add(sequence)
         if self.drafts and drafter is None and not is_open:
-            sequence.drafter = Drafter.for_prompt(segments_of(prompt) or ids)
+            sequence.drafter = self._drafter(segments_of(prompt) or ids)
         self._next_id += 1
         self._texts[sequence] = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
         return sequence
@@ -154,7 +157,7 @@ class Engine:
         if drafter is not None:
             sequence.drafter = drafter
         elif self.drafts and sequence.drafter is None:
-            sequence.drafter = Drafter.for_prompt(sequence.tokens)
+            sequence.drafter = self._drafter(sequence.tokens)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one stays as it is."""
@@ -306,6 +309,9 @@ class Engine:
         if self._updating:
             raise RequestError(f"the weights are being updated; {what} after the update's `with` block")
 
+    def _drafter(self, prompt: Iterable[int] | Iterable[Segment]) -> Drafter:
+        return Drafter.for_prompt(prompt, acceptance=Acceptance(self.step_cost))
+
     def _require_drafts(self, drafter: Drafter | None) -> None:
         if drafter is None or self.drafts:
             return
@@ -377,6 +383,14 @@ def _completion(sequence: Sequence, stream: TextStream) -> Completion:
         seconds=time.perf_counter() - sequence.started,
         error=sequence.error,
     )
+
+
+def _weight_bits(config: EngineConfig) -> int:
+    """Bits of a weight in memory; files with integers of their own count as int4."""
+    if config.weights == "native":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return 8 * dtype.itemsize
+    return 8 if config.weights.startswith("int8") else 4
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:

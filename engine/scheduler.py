@@ -200,18 +200,22 @@ class Scheduler:
 
     def _draft_responses(self, plan: _Plan) -> None:
         """Draft for the sequences in their response, once each of them has its token of the budget."""
+        width = len(plan.lengths)
         for sequence, length in plan.lengths.items():
-            draft = self._propose(sequence, plan.budget) if length == _pending(sequence) else None
+            draft = self._propose(sequence, plan.budget, width) if length == _pending(sequence) else None
             if draft is not None:
                 plan.add(sequence, draft)
 
-    def _propose(self, sequence: Sequence, most: int) -> Draft | None:
-        """A draft of at most `most` tokens, and such that the token after it still belongs to the response."""
+    def _propose(self, sequence: Sequence, most: int, width: int = 1) -> Draft | None:
+        """A draft of at most `most` tokens, and such that the token after it still belongs to the response.
+
+        width: sequences in their response that share the step.
+        """
         if sequence.drafter is None or sequence.is_open:
             return None
         left = min(sequence.params.max_tokens - sequence.response_length, self.window - len(sequence.tokens))
         most = min(most, left - 1)
-        return _cut(sequence.drafter.propose(sequence.response, most), most) if most > 0 else None
+        return _cut(sequence.drafter.propose(sequence.response, most, width), most) if most > 0 else None
 
     def _house_drafts(self, plan: _Plan) -> None:
         """Give the drafts pages of those that nothing else wants in this step, and cut what finds no place."""

@@ -42,7 +42,7 @@ class Scripted(Drafter):
         self.response, self.wrong, self.longest, self.seed = response, wrong, longest, seed
         self.recorded: list[tuple[Draft, int]] = []
 
-    def propose(self, response: array[int], limit: int) -> Draft | None:
+    def propose(self, response: array[int], limit: int, width: int = 1) -> Draft | None:
         at = len(response)
         assert limit > 0
         assert response == self.response[:at]
