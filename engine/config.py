@@ -20,7 +20,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 DTYPES = ("float32", "bfloat16", "float64")
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "triton", "reference")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
 WEIGHTS = ("native", *QUANTISED, "file")
 ROPE_TYPES = ("linear", "llama3", "yarn")
@@ -100,8 +100,8 @@ class EngineConfig:
     "int4-gN" (a scale per N neighbours, "int4" is "int4-g32") round them when the model is loaded; "file" takes the
     integers of a GGUF file as they are. Other than "native" is for inference only.
     kv_dtype: element type of the KV pages; None means that of the activations.
-    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an
-    error.
+    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
+    "triton" those of an NVIDIA GPU (for now without drafts, quantised weights and training), or an error.
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.

@@ -68,12 +68,17 @@ class Engine:
         ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window)
         self.model.requires_grad_(False)
+        if ops.backend == "triton" and config.weights != "native":
+            raise ConfigError(
+                f"backend='triton' does not run weights={config.weights!r} yet; use weights='native' or backend='cpu'"
+            )
+        self.model.to(ops.device)
         loaded.parameters.clear()  # so that quantised layers let go of the originals one by one
         if config.weights == "file":
             replace_weights(self.model, checkpoint.packed_weights(loaded))
         elif config.weights != "native":
             quantise(self.model, config.weights)
-        num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window)
+        num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window, ops.device)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0
         self.runner = Runner(
@@ -333,7 +338,7 @@ class Engine:
             flat = parameter.detach().flatten()
             some = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)]
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(some.double().numpy().tobytes())
+            digest.update(some.double().cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def _update(self, sequence: Sequence, ids: array[int]) -> Update:

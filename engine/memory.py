@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import torch
 
 from .config import EngineConfig
 from .errors import ConfigError
@@ -14,8 +15,10 @@ __all__ = ["available_bytes", "pool_pages"]
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes() -> int:
-    """Bytes free for this process: the machine's, or those left in its container (cgroup v2) when that is less."""
+def available_bytes(device: torch.device) -> int:
+    """Bytes free for this process: a GPU's; or the machine's, or what its container has left (cgroup v2) if less."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
@@ -25,7 +28,7 @@ def available_bytes() -> int:
     return free if limit == "max" else max(min(free, int(limit) - used), 0)
 
 
-def pool_pages(config: EngineConfig, bytes_per_page: int, window: int) -> int:
+def pool_pages(config: EngineConfig, bytes_per_page: int, window: int, device: torch.device) -> int:
     """Pages of the KV pool: kv_bytes if given, else kv_share of what is free, at most max_sequences full windows.
 
     Raises ConfigError when that is not one page.
@@ -33,7 +36,7 @@ def pool_pages(config: EngineConfig, bytes_per_page: int, window: int) -> int:
     if config.kv_bytes is not None:
         pages = config.kv_bytes // bytes_per_page
     else:
-        free = available_bytes()
+        free = available_bytes(device)
         wanted = config.max_sequences * -(-window // config.page_size)
         pages = min(wanted, int(free * config.kv_share) // bytes_per_page)
     if pages < 1:

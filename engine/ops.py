@@ -1,12 +1,13 @@
 """Every op of the decoder once: its signature, its shape contract, and the choice of the backend that runs it.
 
-A backend is a module with functions of these names: `reference` (plain torch, the specification) and `cpu` (C++
-kernels), to which `autograd` gives gradients.
+A backend is a module with functions of these names: `reference` (plain torch, the specification), `cpu` (C++ kernels),
+to which `autograd` gives gradients, and `triton_ops` (Triton kernels, on a GPU).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -37,10 +38,11 @@ class Spans:
 class Ops(Protocol):
     """What the decoder asks of a backend. T rows of tokens; x is float32 (float64 with float64 parameters).
 
-    backend: "cpu" where the kernels run, else "reference".
+    backend: "cpu" or "triton" where their kernels run, else "reference". device: where parameters and pages must lie.
     """
 
     backend: str
+    device: torch.device
 
     def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """int64 [T], [vocabulary, hidden] -> [T, hidden] of `dtype`, the activations' type."""
@@ -93,21 +95,45 @@ OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_"))
 class _Selected:
     """One function per op."""
 
-    def __init__(self, backend: str, functions: dict[str, object]) -> None:
-        self.backend = backend
-        self.__dict__.update(functions)
+    def __init__(self, backend: str, functions: ModuleType, device: torch.device) -> None:
+        self.backend, self.device = backend, device
+        self.__dict__.update({name: getattr(functions, name) for name in OP_NAMES})
 
 
 def select(backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int) -> Ops:
     """Choose the function of every op for a model.
 
-    backend: "reference", "cpu" or "auto" (cpu where it can, reference for the rest). parameters, pages: element types
-    of the model and its KV. head_dim: size of a head. group: query heads per key head.
-    Raises ConfigError when "cpu" was asked for and the extension is missing or cannot run such a model.
+    backend: "reference", "cpu", "triton", or "auto": triton on a machine with a GPU, else cpu where it can, reference
+    for the rest. parameters, pages: element types of the model and its KV. head_dim: size of a head. group: query heads
+    per key head.
+    Raises ConfigError when "cpu" or "triton" was asked for and cannot run here, or not such a model.
     """
+    cpu_only = torch.device("cpu")
+    if backend == "triton" or (backend == "auto" and torch.cuda.is_available()):
+        return _triton(parameters, pages)
     reason = cpu.unavailable(parameters, pages, head_dim, group)
     if backend == "cpu" and reason is not None:
         raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
     if backend == "reference" or reason is not None:
-        return _Selected("reference", {name: getattr(reference, name) for name in OP_NAMES})  # type: ignore[return-value]
-    return _Selected("cpu", {name: getattr(autograd, name) for name in OP_NAMES})  # type: ignore[return-value]
+        return _Selected("reference", reference, cpu_only)  # type: ignore[return-value]
+    return _Selected("cpu", autograd, cpu_only)  # type: ignore[return-value]
+
+
+def _triton(parameters: torch.dtype, pages: torch.dtype) -> Ops:
+    try:
+        from . import triton_ops
+    except ImportError as error:
+        raise ConfigError(
+            f"backend='triton' needs the package triton ({error}): pip install 'palimpsest-rl[triton]', or use "
+            "backend='cpu'"
+        ) from error
+    device = triton_ops.device()
+    if device is None:
+        raise ConfigError(
+            "backend='triton' needs an NVIDIA GPU and torch finds none (torch.cuda.is_available() is False: no GPU, no "
+            "driver, or a torch built for the CPU); use backend='cpu' or 'auto'"
+        )
+    for what, dtype in (("parameters", parameters), ("KV pages", pages)):
+        if dtype not in triton_ops.DTYPES:
+            raise ConfigError(f"backend='triton' takes float32 and bfloat16 {what}, not {dtype}; choose one of them")
+    return _Selected("triton", triton_ops, device)  # type: ignore[return-value]

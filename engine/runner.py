@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,11 +43,12 @@ class Runner:
         self, model: Decoder, *, num_pages: int, page_size: int, kv_dtype: torch.dtype, eos_ids: tuple[int, ...]
     ) -> None:
         self.model, self.page_size, self.eos_ids = model, page_size, eos_ids
+        self.device = model.ops.device
         config = model.config
         shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
         try:
             self.pages = [
-                KVPages(torch.empty(shape, dtype=kv_dtype), torch.empty(shape, dtype=kv_dtype))
+                KVPages(*(torch.empty(shape, dtype=kv_dtype, device=self.device) for _ in range(2)))
                 for _ in range(config.num_layers)
             ]
         except RuntimeError as error:
@@ -96,23 +98,24 @@ class Runner:
         starts = np.array([span.start for span in spans], dtype=np.int32)
         ids = [np.frombuffer(part, dtype=np.int32) for span in spans for part in (span.ids, span.draft)]
         return Batch(
-            ids=torch.from_numpy(np.concatenate(ids)).long(),
-            positions=torch.from_numpy(np.concatenate(positions)),
-            slots=torch.from_numpy(np.concatenate(slots)),
+            ids=self._tensor(np.concatenate(ids)).long(),
+            positions=self._tensor(np.concatenate(positions)),
+            slots=self._tensor(np.concatenate(slots)),
             spans=Spans(
-                query_start=torch.from_numpy(
-                    np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
-                ),
-                kv_length=torch.from_numpy(starts + lengths),
-                pages=torch.from_numpy(tables),
+                query_start=self._tensor(np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)),
+                kv_length=self._tensor(starts + lengths),
+                pages=self._tensor(tables),
             ),
         )
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
 
     def _score(self, hidden: Tensor, span: Span, start: int) -> list[float]:
         """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time."""
         scores: list[float] = []
         for first in range(0, len(span.scored_targets), HEAD_TILE):
-            targets = torch.tensor(span.scored_targets[first : first + HEAD_TILE], dtype=torch.int64)
+            targets = torch.tensor(span.scored_targets[first : first + HEAD_TILE], dtype=torch.int64, device=self.device)
             row = start + span.scored_from + first
             logits = self.model.logits(hidden[row : row + len(targets)])
             scores.extend(prompt_logprobs(logits, targets, self.model.ops))
