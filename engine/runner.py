@@ -115,7 +115,8 @@ class Runner:
         """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time."""
         scores: list[float] = []
         for first in range(0, len(span.scored_targets), HEAD_TILE):
-            targets = torch.tensor(span.scored_targets[first : first + HEAD_TILE], dtype=torch.int64, device=self.device)
+            ids = span.scored_targets[first : first + HEAD_TILE]
+            targets = torch.tensor(ids, dtype=torch.int64, device=self.device)
             row = start + span.scored_from + first
             logits = self.model.logits(hidden[row : row + len(targets)])
             scores.extend(prompt_logprobs(logits, targets, self.model.ops))

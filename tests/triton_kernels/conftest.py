@@ -1,14 +1,9 @@
-"""The kernels run on the GPU where there is one, else on the CPU under Triton's interpreter."""
+"""Where the kernels run (see tests/conftest.py), and fixed random numbers."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any of them is imported
 
 pytest.importorskip("triton", reason="triton is not installed")
 
