@@ -137,7 +137,7 @@ def _attend_cost(
     lengths = spans.kv_length.tolist()
     # Row i of a span that ends at `length` sees length - rows + 1 + i keys.
     scores = sum(count * length - count * (count - 1) / 2 for count, length in zip(rows, lengths, strict=True))
-    kv = sum(lengths) * kv_heads * head_dim * (key_pages.element_size() + value_pages.element_size())
+    kv = sum(lengths) * kv_heads * key_pages.shape[3] * (key_pages.element_size() + value_pages.element_size())
     written = 2 * (key.nbytes + value.nbytes) + slots.nbytes
     return Cost(4.0 * scores * heads * head_dim, float(kv + 2 * query.nbytes + written))
 

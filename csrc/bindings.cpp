@@ -14,6 +14,7 @@
 
 namespace py = pybind11;
 using palimpsest::cpu::Index;
+using palimpsest::cpu::KvType;
 using Address = std::uintptr_t;
 
 namespace {
@@ -75,13 +76,13 @@ class CpuKernels {
                        out);
     }
 
-    void paged_attention(Address query, Index query_stride, Address key_pages, Address value_pages, bool kv_bf16,
+    void paged_attention(Address query, Index query_stride, Address key_pages, Address value_pages, int kv_type,
                          Address query_start, Address kv_length, Address pages, Index pages_stride, Index spans,
                          Index heads, Index kv_heads, Index head_dim, Index page_size, Index page_count, float scale,
                          Address out, Address stats) const {
-        palimpsest::cpu::AttentionPlan plan({nullptr, query_stride, nullptr, nullptr, kv_bf16, ints(query_start),
-                                             ints(kv_length), ints(pages), pages_stride, spans, heads, kv_heads,
-                                             head_dim, page_size, page_count, scale, nullptr, floats_out(stats)});
+        palimpsest::cpu::AttentionPlan plan(
+            {nullptr, query_stride, nullptr, nullptr, KvType(kv_type), ints(query_start), ints(kv_length), ints(pages),
+             pages_stride, spans, heads, kv_heads, head_dim, page_size, page_count, scale, nullptr, floats_out(stats)});
         std::vector<float> scratch(plan.floats());
         plan.run(*table_, bytes(key_pages), bytes(value_pages), floats(query), floats_out(out), scratch.data());
     }
@@ -98,11 +99,11 @@ class CpuKernels {
     }
 
     void write_kv(Address key, Index key_stride, Address value, Index value_stride, Address key_pages,
-                  Address value_pages, bool kv_bf16, Address slots, Index tokens, Index kv_heads, Index page_count,
+                  Address value_pages, int kv_type, Address slots, Index tokens, Index kv_heads, Index page_count,
                   Index page_size, Index head_dim) const {
         const Index* to = indices(slots, tokens, page_count * page_size, "slot");
         table_->write_kv(floats(key), key_stride, floats(value), value_stride, bytes_out(key_pages),
-                         bytes_out(value_pages), kv_bf16, to, tokens, kv_heads, page_size, head_dim);
+                         bytes_out(value_pages), KvType(kv_type), to, tokens, kv_heads, page_size, head_dim);
     }
 
     void embedding(Address ids, Address weight, bool weight_bf16, Index vocabulary, Address out, Index tokens,
@@ -180,7 +181,7 @@ class CpuKernels {
                                                heads * head_dim,
                                                bytes(key),
                                                bytes(value),
-                                               false,
+                                               KvType::float32,
                                                ints(query_start),
                                                ints(kv_length),
                                                ints(rows),
@@ -221,11 +222,11 @@ palimpsest::cpu::LinearWeights linear_weights(const LinearArgument& argument) {
 class CpuDecoder {
   public:
     CpuDecoder(const std::string& isa, Index hidden, Index heads, Index kv_heads, Index head_dim, Index vocabulary,
-               Index window, Index page_size, Index page_count, bool kv_bf16, float eps, float scale, Address cos,
+               Index window, Index page_size, Index page_count, int kv_type, float eps, float scale, Address cos,
                Address sin, const ParameterArgument& embedding, const ParameterArgument& norm)
         : decoder_(kernels_for(isa),
-                   {hidden, heads, kv_heads, head_dim, vocabulary, window, page_size, page_count, kv_bf16, eps, scale,
-                    floats(cos), floats(sin)},
+                   {hidden, heads, kv_heads, head_dim, vocabulary, window, page_size, page_count, KvType(kv_type), eps,
+                    scale, floats(cos), floats(sin)},
                    parameter(embedding), parameter(norm)) {}
 
     // norms: input, post, query, key. linears: query, key, value, output, gate, up, down.
@@ -284,7 +285,7 @@ PYBIND11_MODULE(_C, m) {
         .def("token_scores_grad", &CpuKernels::token_scores_grad, Release())
         .def("attention_backward", &CpuKernels::attention_backward, Release());
     py::class_<CpuDecoder>(m, "CpuDecoder")
-        .def(py::init<const std::string&, Index, Index, Index, Index, Index, Index, Index, Index, bool, float, float,
+        .def(py::init<const std::string&, Index, Index, Index, Index, Index, Index, Index, Index, int, float, float,
                       Address, Address, const ParameterArgument&, const ParameterArgument&>())
         .def("add_layer", &CpuDecoder::add_layer)
         .def("run", &CpuDecoder::run, Release());

@@ -173,9 +173,11 @@ def attend(
     """cpu.attend, differentiable in query, key and value.
 
     The gradient passes through bfloat16 pages as if they did not round. Raises ValueError when a gradient is wanted and
-    a span reads a slot that this batch does not write, or when two rows write one slot.
+    the pages are int8, a span reads a slot that this batch does not write, or two rows write one slot.
     """
     if _wants_gradient(query, key, value):
+        if key_pages.dtype == torch.int8:
+            raise ValueError("attention over int8 pages has no gradient; train the model with float32 or bfloat16 KV")
         return _apply(_Attend, query, key, value, key_pages, value_pages, slots, spans, scale)
     return cpu.attend(query, key, value, key_pages, value_pages, slots, spans, scale)
 

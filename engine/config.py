@@ -20,6 +20,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 DTYPES = ("float32", "bfloat16", "float64")
+KV_DTYPES = (*DTYPES, "int8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
 WEIGHTS = ("native", *QUANTISED, "file")
@@ -99,9 +100,16 @@ class EngineConfig:
     weights: how linear layers keep their weights: "native" is `dtype`; "int8" (a scale per row), "int8-gN" and
     "int4-gN" (a scale per N neighbours, "int4" is "int4-g32") round them when the model is loaded; "file" takes the
     integers of a GGUF file as they are. Other than "native" is for inference only.
+<<<<<<< HEAD
     kv_dtype: element type of the KV pages; None means that of the activations.
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
     "triton" those of an NVIDIA GPU (for now without drafts, quantised weights and training), or an error.
+=======
+    kv_dtype: element type of the KV pages; None means that of the activations. "int8" rounds each token's key and value
+    of each head to 8 bits with a float32 scale of its own, and is for inference only.
+    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an
+    error.
+>>>>>>> 44c2343 (KV in int8: a scale per token and head; keys transposed in smaller blocks)
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
@@ -136,7 +144,7 @@ class EngineConfig:
         _require_choice("EngineConfig", "dtype", self.dtype, DTYPES)
         _require_choice("EngineConfig", "weights", self.weights, WEIGHTS)
         if self.kv_dtype is not None:
-            _require_choice("EngineConfig", "kv_dtype", self.kv_dtype, DTYPES)
+            _require_choice("EngineConfig", "kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("EngineConfig", "backend", self.backend, BACKENDS)
         _require_number("EngineConfig", "kv_share", self.kv_share, 0.0, 1.0, open_low=True)
         for name in ("page_size", "max_step_tokens", "max_sequences"):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import kv_rows
+
 if TYPE_CHECKING:
     from .ops import Spans
     from .packed_weight import PackedWeight
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16)
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in csrc/cpu/kernels.h
 LARGEST_HEAD, LARGEST_GROUP = 256, 96
 
 
@@ -46,9 +49,10 @@ def unavailable(parameters: torch.dtype, pages: torch.dtype, head_dim: int, grou
     """Why the kernels cannot run a model with these element types, head size and query heads per key head, or None."""
     if not BUILT:
         return "the extension palimpsest._C is not built (run `make build`)"
-    for what, dtype in (("parameters", parameters), ("KV pages", pages)):
-        if dtype not in PARAMETER_DTYPES:
-            return f"the kernels take float32 and bfloat16 {what}, not {dtype}"
+    if parameters not in PARAMETER_DTYPES:
+        return f"the kernels take float32 and bfloat16 parameters, not {parameters}"
+    if pages not in KV_TYPES:
+        return f"the kernels take float32, bfloat16 and int8 KV pages, not {pages}"
     if head_dim % 2 or head_dim > LARGEST_HEAD:
         return f"the kernels take even head sizes up to {LARGEST_HEAD}, not {head_dim}"
     if group > LARGEST_GROUP:
@@ -75,6 +79,12 @@ def _is_parameter(weight: Tensor) -> bool:
 def _is_heads(x: Tensor) -> bool:
     """[T, heads, head_dim] rows whose heads lie side by side."""
     return x.dim() == 3 and _is_rows(x) and (x.shape[1] <= 1 or x.stride(1) == x.shape[2])
+
+
+def _are_pages(key_pages: Tensor, value_pages: Tensor, head_dim: int) -> bool:
+    alike = key_pages.dtype == value_pages.dtype and key_pages.shape == value_pages.shape
+    known = key_pages.dtype in KV_TYPES and key_pages.shape[3] == kv_rows.columns(head_dim, key_pages.dtype)
+    return alike and known and all(x.device.type == "cpu" and x.is_contiguous() for x in (key_pages, value_pages))
 
 
 def _is_index(x: Tensor, rows: int) -> bool:
@@ -135,16 +145,14 @@ def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Te
 def paged_attention(
     query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float, stats: Tensor | None = None
 ) -> Tensor:
-    """float32 [T, heads, head_dim] over dense float32 or bfloat16 pages -> float32 [T, heads, head_dim].
+    """float32 [T, heads, head_dim] over dense float32, bfloat16 or int8 pages -> float32 [T, heads, head_dim].
 
     stats: takes what the backward pass needs, float32 [T, heads, 2]: each row's largest score and sum of weights.
     Raises ValueError for other layouts, head_dim above 256, groups above 96 heads, and spans that leave their pages.
     """
     tokens, heads, head_dim = query.shape
     page_count, kv_heads, page_size, _ = key_pages.shape
-    ok = _is_heads(query)
-    ok = ok and _is_parameter(key_pages) and _is_parameter(value_pages) and key_pages.dtype == value_pages.dtype
-    ok = ok and key_pages.shape == value_pages.shape == (page_count, kv_heads, page_size, head_dim)
+    ok = _is_heads(query) and _are_pages(key_pages, value_pages, head_dim)
     ok = ok and head_dim <= LARGEST_HEAD and heads % kv_heads == 0 and heads // kv_heads <= LARGEST_GROUP
     _check(ok, "paged_attention", query, key_pages, value_pages)
     if stats is not None:
@@ -156,9 +164,8 @@ def paged_attention(
     ok = ok and spans.query_start.shape == (count + 1,) and spans.pages.shape[0] == count
     _check(ok and int(spans.query_start[-1]) == tokens, "paged_attention", *tables)
     out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)
-    kv_bf16 = key_pages.dtype == torch.bfloat16
     _kernels.paged_attention(
-        *(query.data_ptr(), query.stride(0), key_pages.data_ptr(), value_pages.data_ptr(), kv_bf16),
+        *(query.data_ptr(), query.stride(0), key_pages.data_ptr(), value_pages.data_ptr(), KV_TYPES[key_pages.dtype]),
         *(
             spans.query_start.data_ptr(),
             spans.kv_length.data_ptr(),
@@ -202,19 +209,18 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-    """float32 [T, kv_heads, head_dim] twice into dense float32 or bfloat16 pages at int64 [T] slots.
+    """float32 [T, kv_heads, head_dim] twice into dense float32, bfloat16 or int8 pages at int64 [T] slots.
 
     Raises ValueError for anything else, and for a slot outside of the pages.
     """
-    page_count, kv_heads, page_size, head_dim = key_pages.shape
-    tokens = len(key)
+    page_count, kv_heads, page_size, _ = key_pages.shape
+    tokens, _, head_dim = key.shape
     ok = _is_heads(key) and _is_heads(value) and key.shape == value.shape == (tokens, kv_heads, head_dim)
-    ok = ok and _is_parameter(key_pages) and _is_parameter(value_pages) and key_pages.dtype == value_pages.dtype
-    ok = ok and key_pages.shape == value_pages.shape and _is_index(slots, tokens)
+    ok = ok and _are_pages(key_pages, value_pages, head_dim) and _is_index(slots, tokens)
     _check(ok, "write_kv", key, value, key_pages, value_pages, slots)
     _kernels.write_kv(
         *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), key_pages.data_ptr()),
-        *(value_pages.data_ptr(), key_pages.dtype == torch.bfloat16, slots.data_ptr()),
+        *(value_pages.data_ptr(), KV_TYPES[key_pages.dtype], slots.data_ptr()),
         *(tokens, kv_heads, page_count, page_size, head_dim),
     )
 

@@ -31,7 +31,7 @@ class LayerStack:
         self._hidden_size = config.hidden_size
         self._decoder = cpu.make_decoder(
             *(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size),
-            *(len(model.cos), first.shape[2], first.shape[0], first.dtype == torch.bfloat16),
+            *(len(model.cos), first.shape[2], first.shape[0], cpu.KV_TYPES[first.dtype]),
             *(config.rms_norm_eps, config.head_dim**-0.5, model.cos.data_ptr(), model.sin.data_ptr()),
             *(_parameter(model.model.embed_tokens.weight), _parameter(model.model.norm.weight)),
         )
@@ -50,7 +50,7 @@ class LayerStack:
     def fits(model: Decoder, pages: list[KVPages]) -> bool:
         """Whether the kernels run this model: their ops were chosen, and they know all of its linear layers."""
         known = all(type(linear) in (Linear, QuantisedLinear) for layer in model.layers for linear in _linears(layer))
-        return model.ops.backend == "cpu" and known and pages[0].key.dtype in cpu.PARAMETER_DTYPES
+        return model.ops.backend == "cpu" and known and pages[0].key.dtype in cpu.KV_TYPES
 
     def __call__(self, batch: Batch) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""

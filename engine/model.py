@@ -35,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class KVPages:
-    """Keys and values of one layer, each [pages, kv_heads, page_size, head_dim]."""
+    """Keys and values of one layer, each [pages, kv_heads, page_size, columns]: see kv_rows.py."""
 
     key: Tensor
     value: Tensor

@@ -76,10 +76,11 @@ class Ops(Protocol):
     ) -> Tensor:  # fmt: skip
         """Write the rows' keys and values to their slots, then attend over the spans' pages.
 
-        query [T, heads, head_dim], key and value [T, kv_heads, head_dim], pages [pages, kv_heads, page_size, head_dim]
+        query [T, heads, head_dim], key and value [T, kv_heads, head_dim], pages [pages, kv_heads, page_size, columns]
         twice, slots int64 [T] -> [T, heads, head_dim]. slot = page * page_size + offset; writing casts to the pages'
-        dtype. softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head
-        h // (heads / kv_heads). With gradients, spans may read only slots that this batch writes.
+        dtype, or rounds to int8 with a scale per token and head (kv_rows.py says how and what `columns` is).
+        softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head
+        h // (heads / kv_heads). With gradients, spans may read only slots that this batch writes, and int8 is refused.
         """
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:

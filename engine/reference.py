@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import kv_rows
+
 if TYPE_CHECKING:
     from .ops import Spans
     from .packed_weight import PackedWeight
@@ -74,8 +76,8 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
     page_size = key_pages.shape[2]
     page, offset = slots // page_size, slots % page_size
-    key_pages[page, :, offset] = key.to(key_pages.dtype)
-    value_pages[page, :, offset] = value.to(value_pages.dtype)
+    key_pages[page, :, offset] = kv_rows.pack(key, key_pages.dtype)
+    value_pages[page, :, offset] = kv_rows.pack(value, value_pages.dtype)
 
 
 def attend(
@@ -83,8 +85,11 @@ def attend(
     scale: float,
 ) -> Tensor:  # fmt: skip
     """See ops.Ops.attend."""
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if wants_gradient and key_pages.dtype == torch.int8:
+        raise ValueError("attention over int8 pages has no gradient; train the model with float32 or bfloat16 KV")
     write_kv(key.detach(), value.detach(), key_pages, value_pages, slots)
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+    if wants_gradient:
         # Autograd follows keys and values through a copy of the pages.
         key_pages, value_pages = key_pages.clone(), value_pages.clone()
         write_kv(key, value, key_pages, value_pages, slots)
@@ -92,7 +97,7 @@ def attend(
 
 
 def _gather(pages: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of a page list as [kv_heads, length, head_dim]."""
+    """The first `length` tokens of a page list as rows [kv_heads, length, columns]."""
     return pages[numbers].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
@@ -103,8 +108,8 @@ def paged_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans
     starts = spans.query_start.tolist()
     for i, length in enumerate(spans.kv_length.tolist()):
         numbers = spans.pages[i, : -(-length // page_size)].long()
-        key = _gather(key_pages, numbers, length).to(query.dtype)
-        value = _gather(value_pages, numbers, length).to(query.dtype)
+        key = kv_rows.unpack(_gather(key_pages, numbers, length), query.dtype)
+        value = kv_rows.unpack(_gather(value_pages, numbers, length), query.dtype)
         first = length - (starts[i + 1] - starts[i])
         for start in range(starts[i], starts[i + 1], QUERY_TILE):
             rows = slice(start, min(start + QUERY_TILE, starts[i + 1]))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import kv_rows
 from .errors import ConfigError
 from .layer_stack import LayerStack
 from .model import Batch, Decoder, KVPages
@@ -30,7 +31,8 @@ HEAD_TILE = 64
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Bytes that one page takes over all layers, keys and values."""
-    return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * dtype.itemsize
+    row = kv_rows.columns(config.head_dim, dtype) * dtype.itemsize
+    return 2 * config.num_layers * config.num_kv_heads * page_size * row
 
 
 class Runner:
@@ -45,7 +47,7 @@ class Runner:
         self.model, self.page_size, self.eos_ids = model, page_size, eos_ids
         self.device = model.ops.device
         config = model.config
-        shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+        shape = (num_pages, config.num_kv_heads, page_size, kv_rows.columns(config.head_dim, kv_dtype))
         try:
             self.pages = [
                 KVPages(*(torch.empty(shape, dtype=kv_dtype, device=self.device) for _ in range(2)))

@@ -63,11 +63,11 @@ void query_grad_tile(const AttentionCall& c, const AttentionCall& products_call,
             product.store(products + r * kBlock + t);
         }
     Index common = larger(seen[0], 0);
-    weigh_values<R, float>(c, products, tile.tokens, tile.tokens, 0, common, share, stride);
+    weigh_values<R, float>(c, products, tile.tokens, nullptr, 0, common, share, stride);
     for (int r = 0; r < R; r++) {
         if (seen[r] > common)
-            weigh_values<1, float>(c, products + r * kBlock, tile.tokens, tile.tokens, common, seen[r],
-                                   share + r * stride, stride);
+            weigh_values<1, float>(c, products + r * kBlock, tile.tokens, nullptr, common, seen[r], share + r * stride,
+                                   stride);
         if (seen[r] > 0) add_row(share + r * stride, totals + (first + r) * stride, stride);
     }
 }
@@ -89,7 +89,7 @@ inline void attention_query_grad(const AttentionGradCall& g, const AttentionTask
     Index stride = attention_share(c.head_dim) - kHeader, end = queries.position[queries.count - 1] + 1;
     std::memset(totals, 0, queries.count * stride * sizeof(float));
     for (Index start = 0; start < end; start += kTile) {
-        locate(c, task, start, end, tile.tokens);
+        locate(c, task, start, end, c.head_dim, tile.tokens);
         transpose_keys<float>(c, tile.tokens, tile.keys);
         transpose_keys<float>(products_call, tile.tokens, tile.values);
         for (Index first = 0; first < queries.count; first += kTileRows) {
@@ -140,9 +140,9 @@ void add_weighed(const AttentionCall& c, const float* weights, const QueryBlock&
     std::memset(share, 0, R * stride * sizeof(float));
     for (int r = 0; r < R; r++)
         if (hidden[r] < common)
-            weigh_values<1, float>(c, weights + r * kBlock, block.rows, block.rows, hidden[r], common,
-                                   share + r * stride, stride);
-    weigh_values<R, float>(c, weights, block.rows, block.rows, common, block.rows.count, share, stride);
+            weigh_values<1, float>(c, weights + r * kBlock, block.rows, nullptr, hidden[r], common, share + r * stride,
+                                   stride);
+    weigh_values<R, float>(c, weights, block.rows, nullptr, common, block.rows.count, share, stride);
     for (int r = 0; r < R; r++)
         if (hidden[r] < block.rows.count) add_row(share + r * stride, to + offsets[r], c.head_dim);
 }
@@ -177,7 +177,7 @@ inline void key_grad_span(const AttentionGradCall& g, const KeyTask& task, Index
     const AttentionCall& c = g.forward;
     Index tokens = c.query_start[span + 1] - c.query_start[span], length = c.kv_length[span], start = length - tokens;
     Tile tile;
-    locate(c, {span, task.kv_head, 0, 0}, task.first_key, smaller(length, task.first_key + kMaxRows), tile);
+    locate(c, {span, task.kv_head, 0, 0}, task.first_key, smaller(length, task.first_key + kMaxRows), c.head_dim, tile);
     Rows keys, values;
     keys.count = values.count = tile.count;
     for (Index i = 0; i < tile.count; i++) {

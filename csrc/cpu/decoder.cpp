@@ -71,7 +71,7 @@ void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, co
     kernels_.rotate(query, heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_query, rows, heads, dim);
     kernels_.rotate(key, kv_heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_key, rows, kv_heads, dim);
     kernels_.write_kv(s.rotated_key, kv_heads * dim, s.value, kv_heads * dim, layer.key_pages, layer.value_pages,
-                      shape_.kv_bf16, batch.slots, rows, kv_heads, shape_.page_size, dim);
+                      shape_.kv_type, batch.slots, rows, kv_heads, shape_.page_size, dim);
     plan.run(kernels_, layer.key_pages, layer.value_pages, s.rotated_query, s.attended, s.shares);
     linear(layer.output, s.attended, s.projected, rows, s.rounded);
     add(s.projected, s.x, rows);
@@ -102,7 +102,7 @@ void Decoder::run(const DecoderBatch& batch, float* hidden) {
                        shape_.heads * shape_.head_dim,
                        nullptr,
                        nullptr,
-                       shape_.kv_bf16,
+                       shape_.kv_type,
                        batch.query_start,
                        batch.kv_length,
                        batch.pages,

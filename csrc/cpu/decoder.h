@@ -30,7 +30,7 @@ struct LayerWeights {
 
 struct DecoderShape {
     Index hidden, heads, kv_heads, head_dim, vocabulary, window, page_size, page_count;
-    bool kv_bf16;
+    KvType kv_type;
     float eps, scale;
     const float* cos;
     const float* sin;

@@ -1,6 +1,7 @@
 // Passes over activations: each output element is computed on its own, except in log_sum_exp.
 #pragma once
 
+#include "kv_rows.h"
 #include "math.h"
 #include "team.h"
 
@@ -59,30 +60,26 @@ inline void copy_converted(const float* from, float* to, Index n) { std::memcpy(
 inline void copy_converted(const BFloat16* from, float* to, Index n) {
     for (Index i = 0; i < n; i++) to[i] = to_float(from[i]);
 }
-inline void copy_converted(const float* from, BFloat16* to, Index n) {
-    for (Index i = 0; i < n; i++) to[i] = to_bfloat16(from[i]);
-}
 
-// One token's keys (or values) of all heads into its slot; pages are [pages, kv_heads, page_size, head_dim].
+// One token's keys (or values) of all heads into its slot; pages are [pages, kv_heads, page_size, row].
 template <class T>
 inline void write_slot(const float* x, T* pages, Index slot, Index kv_heads, Index page_size, Index head_dim) {
     Index page = slot / page_size, offset = slot % page_size;
     for (Index h = 0; h < kv_heads; h++)
-        copy_converted(x + h * head_dim, pages + ((page * kv_heads + h) * page_size + offset) * head_dim, head_dim);
+        write_row(x + h * head_dim, pages + ((page * kv_heads + h) * page_size + offset) * row_size<T>(head_dim),
+                  head_dim);
 }
 
 inline void write_kv(const float* key, Index key_stride, const float* value, Index value_stride, void* key_pages,
-                     void* value_pages, bool kv_bf16, const Index* slots, Index tokens, Index kv_heads, Index page_size,
-                     Index head_dim) {
+                     void* value_pages, KvType kv_type, const Index* slots, Index tokens, Index kv_heads,
+                     Index page_size, Index head_dim) {
     share_evenly(tokens, tokens * kv_heads * head_dim > kSerial, [&](Index t) {
         const float *k = key + t * key_stride, *v = value + t * value_stride;
-        if (kv_bf16) {
-            write_slot(k, static_cast<BFloat16*>(key_pages), slots[t], kv_heads, page_size, head_dim);
-            write_slot(v, static_cast<BFloat16*>(value_pages), slots[t], kv_heads, page_size, head_dim);
-        } else {
-            write_slot(k, static_cast<float*>(key_pages), slots[t], kv_heads, page_size, head_dim);
-            write_slot(v, static_cast<float*>(value_pages), slots[t], kv_heads, page_size, head_dim);
-        }
+        with_kv_type(kv_type, [&](auto element) {
+            using T = decltype(element);
+            write_slot(k, static_cast<T*>(key_pages), slots[t], kv_heads, page_size, head_dim);
+            write_slot(v, static_cast<T*>(value_pages), slots[t], kv_heads, page_size, head_dim);
+        });
     });
 }
 

@@ -17,6 +17,9 @@ constexpr Index kAttentionTile = 128, kAttentionMaxDim = 256, kAttentionMaxRows 
 // Floats that a tile's share of one row takes.
 inline Index attention_share(Index head_dim) { return 16 + (head_dim + 31) / 32 * 32; }
 
+// Element type of the KV pages, by the number that engine/cpu.py hands over.
+enum class KvType : int { float32 = 0, bfloat16 = 1, int8 = 2 };
+
 // The arguments of ops.paged_attention. query: tokens lie query_stride floats apart. pages: a row of page numbers per
 // span.
 struct AttentionCall {
@@ -24,7 +27,7 @@ struct AttentionCall {
     Index query_stride;
     const void* key_pages;
     const void* value_pages;
-    bool kv_bf16;
+    KvType kv_type;
     const std::int32_t* query_start;
     const std::int32_t* kv_length;
     const std::int32_t* pages;
@@ -131,8 +134,8 @@ struct Kernels {
     void (*rotate)(const float* x, Index x_stride, const Index* positions, const float* cos, const float* sin,
                    float* out, Index tokens, Index heads, Index head_dim);
     void (*write_kv)(const float* key, Index key_stride, const float* value, Index value_stride, void* key_pages,
-                     void* value_pages, bool kv_bf16, const Index* slots, Index tokens, Index kv_heads, Index page_size,
-                     Index head_dim);
+                     void* value_pages, KvType kv_type, const Index* slots, Index tokens, Index kv_heads,
+                     Index page_size, Index head_dim);
     void (*embedding)(const Index* ids, const void* weight, bool weight_bf16, float* out, Index tokens, Index hidden);
 
     // tiles: scratch, one for each kVocabularyTile logits (or less) of each row.

@@ -129,4 +129,84 @@ inline void load_transposed_rest(const T* const (&rows)[kWidth], Index k, Index 
     load_transposed(copies, 0, t, 0);
 }
 
+// Eight columns of sixteen rows, 32 bits wide, and how many columns of elements those are. A smaller block than above:
+// while one is multiplied the next is transposed.
+template <class T>
+struct Columns;
+
+template <>
+struct Columns<float> {
+    static constexpr int kDepth = 8;
+    static F16 column(const F16 (&t)[8], int k) { return t[k]; }
+};
+
+template <>
+struct Columns<BFloat16> {
+    static constexpr int kDepth = 16;
+    static F16 column(const F16 (&t)[8], int k) { return k % 2 == 0 ? widen_low(t[k / 2]) : widen_high(t[k / 2]); }
+};
+
+template <>
+struct Columns<KvInt8> {
+    static constexpr int kDepth = 32;
+    static F16 column(const F16 (&t)[8], int k) {
+        F16 four = t[k / 4];
+        return k % 4 == 0   ? widen_byte<0>(four)
+               : k % 4 == 1 ? widen_byte<1>(four)
+               : k % 4 == 2 ? widen_byte<2>(four)
+                            : widen_byte<3>(four);
+    }
+};
+
+// rows[j][k .. k + kDepth) becomes lane j of the columns.
+template <class T>
+inline void load_columns(const T* const (&rows)[kWidth], Index k, F16 (&t)[8]) {
+    auto at = [&](int j) { return reinterpret_cast<const float*>(rows[j] + k); };
+#if defined(__AVX512F__)
+    __m512 u[2][4];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        auto pair = [&](int j) {
+            __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps(at(8 * half + j)));
+            return _mm512_insertf32x8(low, _mm256_loadu_ps(at(8 * half + 4 + j)), 1);
+        };
+        __m512 a = pair(0), b = pair(1), c = pair(2), d = pair(3);
+        __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+        __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+        __m512d cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+        // u[half][i]: column i of rows 0 .. 3, column 4 + i of the same, and both of rows 4 .. 7
+        u[half][0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+        u[half][1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+        u[half][2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high));
+        u[half][3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i].v = _mm512_shuffle_f32x4(u[0][i], u[1][i], 0x88);
+        t[4 + i].v = _mm512_shuffle_f32x4(u[0][i], u[1][i], 0xdd);
+    }
+#elif defined(__AVX2__)
+    __m256 low[8], high[8];
+    for (int i = 0; i < 8; i++) low[i] = _mm256_loadu_ps(at(i)), high[i] = _mm256_loadu_ps(at(8 + i));
+    transpose8(low);
+    transpose8(high);
+    for (int i = 0; i < 8; i++) t[i] = {low[i], high[i]};
+#else
+    for (int j = 0; j < kWidth; j++)
+        for (int i = 0; i < 8; i++) std::memcpy(&t[i].v[j], at(j) + i, 4);
+#endif
+}
+
+// The same for the last `rest` < kDepth columns of the rows; what lies beyond them is 0.
+template <class T>
+inline void load_columns_rest(const T* const (&rows)[kWidth], Index k, Index rest, F16 (&t)[8]) {
+    T block[kWidth][Columns<T>::kDepth] = {};
+    const T* copies[kWidth];
+    for (int j = 0; j < kWidth; j++) {
+        std::memcpy(block[j], rows[j] + k, rest * sizeof(T));
+        copies[j] = block[j];
+    }
+    load_columns(copies, 0, t);
+}
+
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

@@ -41,6 +41,11 @@ inline BFloat16 to_bfloat16(float x) {
     return {std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+struct KvInt8 {
+    std::int8_t code;
+};
+inline float to_float(KvInt8 x) { return x.code; }
+
 #if defined(__AVX512F__)
 
 struct F16 {
@@ -51,6 +56,9 @@ struct F16 {
     static F16 load(const BFloat16* p) {
         __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
         return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+    }
+    static F16 load(const KvInt8* p) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
     }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
 };
@@ -74,6 +82,12 @@ inline F16 widen_low(F16 pair) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_
 inline F16 widen_high(F16 pair) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pair.v), _mm512_set1_epi32(0xffff0000)))};
 }
+// Each lane holds four int8: number `which` of them as floats.
+template <int which>
+inline F16 widen_byte(F16 four) {
+    __m512i top = _mm512_slli_epi32(_mm512_castps_si512(four.v), 24 - 8 * which);
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24))};
+}
 
 #elif defined(__AVX2__)
 
@@ -88,6 +102,11 @@ struct F16 {
             return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
         };
         return {widen(p), widen(p + 8)};
+    }
+    static F16 load(const KvInt8* p) {
+        __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
     }
     void store(float* p) const {
         _mm256_storeu_ps(p, lo);
@@ -119,6 +138,14 @@ inline F16 widen_low(F16 pair) {
 inline F16 widen_high(F16 pair) {
     __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff0000));
     return {_mm256_and_ps(pair.lo, mask), _mm256_and_ps(pair.hi, mask)};
+}
+template <int which>
+inline F16 widen_byte(F16 four) {
+    auto widen = [](__m256 v) {
+        __m256i top = _mm256_slli_epi32(_mm256_castps_si256(v), 24 - 8 * which);
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(top, 24));
+    };
+    return {widen(four.lo), widen(four.hi)};
 }
 
 #else
@@ -182,6 +209,14 @@ inline F16 widen_half(const F16& pair, int shift) {
 }
 inline F16 widen_low(const F16& pair) { return widen_half(pair, 0); }
 inline F16 widen_high(const F16& pair) { return widen_half(pair, 16); }
+template <int which>
+inline F16 widen_byte(const F16& four) {
+    return F16::make([&](int i) {
+        std::int8_t bytes[4];
+        std::memcpy(bytes, &four.v[i], 4);
+        return float(bytes[which]);
+    });
+}
 
 #endif
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from palimpsest.engine import cpu, reference
+from palimpsest.engine import cpu, kv_rows, reference
 from palimpsest.engine.ops import Spans
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
 from torch import Tensor
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 
 
 @dataclass
@@ -30,6 +30,12 @@ def text(length: int, heads: int = 6, kv_heads: int = 2, head_dim: int = 64) -> 
     return Text(*(torch.randn(length, n, head_dim) for n in (heads, kv_heads, kv_heads)))
 
 
+def unwritten(page_count: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Pages full of NaN; of int8 the scales are."""
+    shape = (page_count, kv_heads, page_size, kv_rows.columns(head_dim, dtype))
+    return torch.full(shape, -1 if dtype == torch.int8 else math.nan, dtype=dtype)
+
+
 def attend(
     texts: list[Text], counts: list[int], dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0,
     lengths: list[int] | None = None,
@@ -42,7 +48,7 @@ def attend(
     needed = [-(-n // page_size) for n in lengths]
     order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(seed)).int()
     _, kv_heads, head_dim = texts[0].key.shape
-    pools = [torch.full((len(order), kv_heads, page_size, head_dim), math.nan, dtype=dtype) for _ in range(2)]
+    pools = [unwritten(len(order), kv_heads, page_size, head_dim, dtype) for _ in range(2)]
     table = torch.zeros(len(texts), max(needed) + 1, dtype=torch.int32)
     for i, t in enumerate(texts):
         table[i, : needed[i]] = order[sum(needed[:i]) : sum(needed[: i + 1])]
@@ -117,6 +123,27 @@ def test_instruction_sets_agree(
     assert_same_bits(on_each_isa(lambda: cpu.paged_attention(*arguments, 0.125)))
 
 
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 6, 37])
+def test_what_is_written_is_what_the_twin_writes(isa: str, head_dim: int, dtype: torch.dtype) -> None:
+    """To the bit, wherever it goes: ties, zeros, tiny and huge numbers, and what is no number."""
+    x = torch.randn(40, 3, head_dim) * torch.logspace(-20, 20, 40)[:, None, None]
+    x[0], x[1], x[2, 0] = 0.0, 1e-31, torch.arange(head_dim) - 127.0 + 0.5
+    pools = [[unwritten(9, 3, 5, head_dim, dtype) for _ in range(2)] for _ in range(2)]
+    slots = torch.randperm(45)[:40]
+    for op, pages in zip((cpu.write_kv, reference.write_kv), pools, strict=True):
+        op(x, x.flip(0), *pages, slots)
+    for ours, twin in zip(*pools, strict=True):
+        assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
+    if dtype == torch.int8:
+        error = (kv_rows.unpack(kv_rows.pack(x, dtype), torch.float64) - x).abs()
+        assert bool((error <= x.abs().amax(dim=2, keepdim=True) / 254 * (1 + 1e-6) + 1e-30).all())
+        x[5, 0, 0], x[6, 1, 2] = math.nan, math.inf
+        cpu.write_kv(x, x, *pools[0], slots)
+        read = kv_rows.unpack(pools[0][0].flatten(0, 2), torch.float32)
+        assert int(read.isfinite().all(dim=1).logical_not().sum()) == 15 + 2, "the slots not written, and two rows"
+
+
 def test_large_scores(isa: str) -> None:
     """The largest score decides; nothing overflows, nothing becomes NaN."""
     t = text(200)
@@ -176,7 +203,7 @@ def families(page_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     table = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int32)
     for row, pages in zip(table, tables, strict=True):
         row[: len(pages)] = torch.tensor(pages)
-    pools = [torch.randn(page_count, 2, page_size, 32).to(dtype) for _ in range(2)]
+    pools = [kv_rows.pack(torch.randn(page_count, 2, page_size, 32), dtype) for _ in range(2)]
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     query = torch.randn(sum(counts), 6, 32)
     return query, pools[0], pools[1], Spans(starts, torch.tensor(lengths, dtype=torch.int32), table)
@@ -203,6 +230,9 @@ def test_a_shared_prefix_is_read_once_without_a_trace(isa: str, page_size: int, 
     assert_same_bits(results)
 
 
-def test_instruction_sets_agree_on_a_shared_prefix(on_each_isa: Callable[[Callable[[], Tensor]], list[Tensor]]) -> None:
-    arguments = families(16, torch.float32)
+@DTYPES
+def test_instruction_sets_agree_on_a_shared_prefix(
+    on_each_isa: Callable[[Callable[[], Tensor]], list[Tensor]], dtype: torch.dtype
+) -> None:
+    arguments = families(16, dtype)
     assert_same_bits(on_each_isa(lambda: cpu.paged_attention(*arguments, 0.2)))

@@ -167,6 +167,16 @@ def attend_with(ops: Any, kv_dtype: torch.dtype) -> Callable[..., Tensor]:
     return attend
 
 
+@pytest.mark.parametrize("ops", [autograd, reference])
+def test_int8_pages_have_no_gradient(ops: Any) -> None:
+    pages = [torch.zeros(4, 1, 3, 8, dtype=torch.int8) for _ in range(2)]
+    inputs = attention_inputs(torch.float32)
+    with pytest.raises(ValueError, match="int8 pages has no gradient"):
+        ops.attend(*inputs, *pages, SLOTS, SPANS, 0.5)
+    with torch.no_grad():
+        assert ops.attend(*inputs, *pages, SLOTS, SPANS, 0.5).isfinite().all()
+
+
 def attention_inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(5, heads, 4, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)]
 

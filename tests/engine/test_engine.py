@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from palimpsest import ConfigError, Engine, EngineConfig, RequestError, SamplingParams, Segment
+from palimpsest.engine.runner import page_bytes
 from palimpsest.tests.tiny_models import make_model_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -213,6 +214,25 @@ def test_bfloat16_parameters_and_pages_run(folder: Path) -> None:
     rounded = engine.generate(["The lamps"], replace(GREEDY, max_tokens=1))[0]
     assert rounded.logprobs == pytest.approx(exact.logprobs, abs=0.1)
     assert rounded.logprobs != exact.logprobs
+
+
+def test_int8_pages_take_what_they_say_and_change_little(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_dtype must be one of float32, bfloat16, float64, int8"):
+        replace(CONFIG, kv_dtype="int4")
+    params = replace(GREEDY, max_tokens=1)
+    exact = Engine(folder, CONFIG).generate(["The lamps"], params)[0]
+    completions = []
+    for backend in ("cpu", "reference"):
+        engine = Engine(folder, replace(CONFIG, kv_dtype="int8", backend=backend))
+        pages, model = engine.runner.pages, engine.model.config
+        held = sum(layer.key.nbytes + layer.value.nbytes for layer in pages)
+        assert held == len(pages[0].key) * page_bytes(model, CONFIG.page_size, torch.int8)
+        assert held / len(pages[0].key) == 2 * len(pages) * model.num_kv_heads * CONFIG.page_size * (model.head_dim + 4)
+        completions += engine.generate(["The lamps"], params)
+        assert engine.describe()["kv_dtype"] == "int8"
+    assert completions[0].logprobs == pytest.approx(completions[1].logprobs, abs=1e-4)
+    assert completions[0].logprobs == pytest.approx(exact.logprobs, abs=0.1)
+    assert completions[0].logprobs != exact.logprobs
 
 
 def test_a_request_that_cannot_go_on_does_not_disturb_the_others(engine: Engine) -> None:

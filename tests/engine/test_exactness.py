@@ -40,14 +40,15 @@ PROMPTS = [BASE[:1], BASE[:13], BASE[:40], [*BASE[:37], 7, 7, 7], BASE[20:70], B
         ("qwen2", "float32"),
         ("qwen3", "float32"),
         ("llama", "bfloat16"),
+        ("qwen3", "float32", "int8"),
     ],
     ids="-".join,
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    model_type, dtype = request.param
+    model_type, dtype, *kv_dtype = request.param
     folder = make_model_folder(tmp_path_factory.mktemp("model"), model_type)
     backend = "reference" if dtype == "float64" else "cpu"
-    return Engine(folder, EngineConfig(dtype=dtype, kv_bytes=1 << 23, backend=backend))
+    return Engine(folder, EngineConfig(dtype=dtype, kv_dtype=(*kv_dtype, None)[0], kv_bytes=1 << 23, backend=backend))
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,13 @@ def reshape(engine: Engine, *, budget: int, num_pages: int, page_size: int, plac
         engine.model,
         num_pages=num_pages,
         page_size=page_size,
-        kv_dtype=engine.model.activation_dtype,
+        kv_dtype=engine.runner.pages[0].key.dtype,
         eos_ids=eos_ids,
     )
     # Whatever reads a slot that was never written shows as NaN.
     for layer in other.runner.pages:
-        layer.key.fill_(float("nan"))
-        layer.value.fill_(float("nan"))
+        for pages in (layer.key, layer.value):
+            pages.view(torch.uint8).fill_(255)  # NaN in floating-point numbers, and as the scale of int8
     other.scheduler = Scheduler(
         PagePool(num_pages, page_size),
         max_step_tokens=budget,

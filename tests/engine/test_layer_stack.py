@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from palimpsest import Engine, EngineConfig, SamplingParams
+from palimpsest.engine import kv_rows
 from palimpsest.engine.layer_stack import LayerStack
 from palimpsest.engine.sequence import Sequence
 from palimpsest.engine.step import Span, Step
@@ -37,7 +38,8 @@ def step_of(engine: Engine, lengths: list[int], cached: int, shared: int = 0) ->
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+    ("dtype", "kv_dtype"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "int8")],
 )
 @pytest.mark.parametrize(("model_type", "overrides"), MODELS)
 def test_one_call_is_op_by_op(
@@ -48,12 +50,13 @@ def test_one_call_is_op_by_op(
     runner = engine.runner
     assert isinstance(runner.run_layers, LayerStack)
     op_by_op = partial(engine.model, pages=runner.pages)
+    shape = (*runner.pages[0].key.shape[:3], engine.model.config.head_dim)
     for lengths, cached in (([1], 0), ([1, 1, 1], 37), ([5, 1, 130, 2], 20), ([700], 3)):
         results = []
         for run in (op_by_op, runner.run_layers):
             for layer in runner.pages:
-                layer.key.fill_(0.25)
-                layer.value.fill_(-0.5)
+                layer.key[:] = kv_rows.pack(torch.full(shape, 0.25), layer.key.dtype)
+                layer.value[:] = kv_rows.pack(torch.full(shape, -0.5), layer.value.dtype)
             with torch.inference_mode():
                 hidden = run(runner._batch(step_of(engine, lengths, cached).spans))
             results.append((hidden, [(layer.key.clone(), layer.value.clone()) for layer in runner.pages]))
