@@ -100,16 +100,10 @@ class EngineConfig:
     weights: how linear layers keep their weights: "native" is `dtype`; "int8" (a scale per row), "int8-gN" and
     "int4-gN" (a scale per N neighbours, "int4" is "int4-g32") round them when the model is loaded; "file" takes the
     integers of a GGUF file as they are. Other than "native" is for inference only.
-<<<<<<< HEAD
-    kv_dtype: element type of the KV pages; None means that of the activations.
-    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
-    "triton" those of an NVIDIA GPU (for now without drafts, quantised weights and training), or an error.
-=======
     kv_dtype: element type of the KV pages; None means that of the activations. "int8" rounds each token's key and value
     of each head to 8 bits with a float32 scale of its own, and is for inference only.
-    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels or an
-    error.
->>>>>>> 44c2343 (KV in int8: a scale per token and head; keys transposed in smaller blocks)
+    backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
+    "triton" those of an NVIDIA GPU (for now without drafts, quantised weights and training), or an error.
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
