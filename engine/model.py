@@ -179,6 +179,11 @@ class Decoder(nn.Module):
         """Element type of the residual stream: float64 with float64 parameters, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocabulary, hidden], of the head or the embedding that is tied to it."""
+        return cast(Tensor, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
+
     def forward(self, batch: Batch, pages: list[KVPages], recompute: bool = False) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows [T, hidden].
 

@@ -21,7 +21,7 @@ MODELS = {"llama": {"attention_bias": True}, "qwen3": {"num_key_value_heads": 1,
 @pytest.fixture(scope="module", params=MODELS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = make_model_folder(tmp_path_factory.mktemp("model"), request.param, **MODELS[request.param])
-    engine = Engine(folder, EngineConfig(kv_bytes=1 << 22, page_size=PAGE, threads=2))
+    engine = Engine(folder, EngineConfig(kv_bytes=1 << 22, page_size=PAGE, threads=1))
     engine.model.requires_grad_(True)
     return engine
 

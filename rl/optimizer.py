@@ -1,0 +1,128 @@
+"""Optimizer: AdamW over a model's own parameters, in place, with clipping, a schedule, and float32 masters of bfloat16.
+
+Gradients are sums until `step` divides them, so the parts of a mini-batch may come in any number of backward passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.config import _require, _require_bool, _require_choice, _require_int, _require_number, _tuple
+
+__all__ = ["Optimizer", "OptimizerConfig"]
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101); the defaults are those of MemAgent's published run.
+
+    learning_rate: at the end of the warm-up. betas, epsilon, weight_decay: of AdamW, for all parameters.
+    clip: largest norm of the whole gradient; None is off. schedule: "constant", or "linear" or "cosine" down to 0 at
+    total_steps. warmup_steps: updates in which the learning rate rises linearly, reaching its value at the last.
+    total_steps: updates, warm-up included; only for a schedule that ends.
+    master_weights: bfloat16 parameters are rounded copies of float32 ones, whose moments are float32 too. Without, an
+    update smaller than a parameter's last bit is lost.
+    """
+
+    learning_rate: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    clip: float | None = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 20
+    total_steps: int | None = None
+    master_weights: bool = True
+
+    def __post_init__(self) -> None:
+        owner = "OptimizerConfig"
+        _require_number(owner, "learning_rate", self.learning_rate, 0.0, 1.0)
+        object.__setattr__(self, "betas", _tuple(owner, "betas", self.betas))
+        _require(len(self.betas) == 2, f"{owner}.betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            _require_number(owner, "betas", beta, 0.0, 1.0 - 1e-9)
+        _require_number(owner, "epsilon", self.epsilon, 0.0, 1.0, open_low=True)
+        _require_number(owner, "weight_decay", self.weight_decay, 0.0, 10.0)
+        if self.clip is not None:
+            _require_number(owner, "clip", self.clip, 0.0, 1e9, open_low=True)
+        _require_choice(owner, "schedule", self.schedule, SCHEDULES)
+        _require_int(owner, "warmup_steps", self.warmup_steps, 0)
+        _require_bool(owner, "master_weights", self.master_weights)
+        if self.schedule == "constant":
+            _require(
+                self.total_steps is None, f"{owner}.total_steps ({self.total_steps}) is only for a schedule that ends"
+            )
+        else:
+            _require_int(owner, "total_steps", self.total_steps, self.warmup_steps + 1)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.total_steps is None:
+            return self.learning_rate
+        done = min((step - self.warmup_steps) / (self.total_steps - self.warmup_steps), 1.0)
+        return self.learning_rate * (
+            1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        )
+
+
+class Optimizer:
+    """Holds the moments, and the master weights where there are any; the parameters stay where they are.
+
+    updates: how many were made.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
+        """parameters: those to train; they must want gradients."""
+        self.config = config
+        self.updates = 0
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
+            if self._has_master(parameter):
+                parameter.grad_dtype = torch.float32  # sums over many backward passes would lose their small parts
+        self._masters: list[Tensor] = [
+            parameter.detach().float() if self._has_master(parameter) else parameter for parameter in self._parameters
+        ]
+        self._adam = torch.optim.AdamW(
+            self._masters, config.learning_rate, config.betas, config.epsilon, config.weight_decay, fused=True
+        )
+
+    def _has_master(self, parameter: nn.Parameter) -> bool:
+        return self.config.master_weights and parameter.dtype == torch.bfloat16
+
+    @torch.no_grad()
+    def step(self, denominator: float) -> tuple[float, float]:
+        """Divide the gradients, clip them, update, forget them; -> (norm before clipping, learning rate).
+
+        A norm that is not finite updates nothing.
+        """
+        config, rate = self.config, self.config.rate(self.updates)
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = float(nn.utils.get_total_norm(grads)) / denominator
+        if math.isfinite(norm):
+            shrink = 1.0 if config.clip is None else min(config.clip / norm, 1.0) if norm > 0 else 1.0
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad *= shrink / denominator
+                    master.grad = parameter.grad.to(master.dtype)
+            self._adam.param_groups[0]["lr"] = rate
+            self._adam.step()
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+            self.updates += 1
+        self.forget()
+        return norm, rate
+
+    def forget(self) -> None:
+        """Drop what gradients there are."""
+        for tensor in (*self._parameters, *self._masters):
+            tensor.grad = None
