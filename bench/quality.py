@@ -1,7 +1,7 @@
-"""What quantised weights cost in quality: `python -m palimpsest.bench.quality`.
+"""What quantised weights and KV cost in quality: `python -m palimpsest.bench.quality`.
 
 Every kind of weights reads the same text. Perplexity: of each token after those before it. Agreement: how often the
-likeliest next token is that of the float32 weights, with the same tokens before it.
+likeliest next token is that of float32 weights and KV, with the same tokens before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import checkpoint
+from ..engine import checkpoint, kv_rows
 from ..engine.checkpoint import Checkpoint
 from ..engine.config import WEIGHTS
 from ..engine.defaults import embedded_model_path
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """-> exit code: 0, 1 when --check finds a missed target, 2 after a mistake of the user."""
     args = _parser().parse_args(argv)
     try:
-        report = run(args.model, args.text, args.tokens, QUICK if args.quick else KINDS)
+        report = run(args.model, args.text, args.tokens, QUICK if args.quick else KINDS, args.kv_dtype)
     except PalimpsestError as error:
         print(f"palimpsest bench quality: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -64,22 +64,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_MISSED if args.check and any(target["met"] is False for target in report["targets"]) else 0
 
 
-def run(model: str | None, text: Path, tokens: int, kinds: Sequence[str]) -> dict[str, Any]:
-    """The JSON document of the report. Raises PalimpsestError for a model or text that cannot be used."""
+def run(model: str | None, text: Path, tokens: int, kinds: Sequence[str], kv_dtype: str = "float32") -> dict[str, Any]:
+    """The JSON document of the report. kv_dtype: of the KV that each of `kinds` is read with.
+
+    Raises PalimpsestError for a model or text that cannot be used.
+    """
     loaded = checkpoint.load(embedded_model_path() if model is None else model, torch.float32)
     ids = _ids(text, Tokenizer.load(loaded.folder), min(tokens, loaded.config.max_position))
-    exact = _score(_model(loaded, "float32", len(ids)), ids)
+    exact = _score(_model(loaded, "float32", len(ids)), ids, torch.float32)
     rows = []
     for kind in kinds:
         if kind == "file" and not loaded.source.is_file():
             continue
         decoder = _model(loaded, kind, len(ids))
-        scores = _score(decoder, ids)
+        scores = _score(decoder, ids, getattr(torch, kv_dtype))
         rows.append(
             {
                 "engine": "palimpsest",
                 "work": "quality",
                 "dtype": kind,
+                "kv_dtype": kv_dtype,
                 "context": len(ids),
                 "weight_bytes": _weight_bytes(decoder),
                 "perplexity": round(scores.perplexity, 4),
@@ -100,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="PATH", help="Hugging Face folder or GGUF file (the embedded SmolLM2-135M)")
     add("--text", metavar="FILE", type=Path, default=TEXT, help="a text file (that of the demo)")
     add("--tokens", type=int, metavar="N", default=512, help="of the text are read (%(default)s)")
+    add(
+        "--kv-dtype",
+        choices=("float32", "bfloat16", "int8"),
+        default="float32",
+        help="of keys and values (%(default)s)",
+    )
     add("--check", action="store_true", help="exit with 1 when a target is missed")
     add("--quick", action="store_true", help=f"{', '.join(QUICK)} only")
     return parser
@@ -133,11 +143,11 @@ def _model(loaded: Checkpoint, kind: str, window: int) -> Decoder:
 
 
 @torch.inference_mode()
-def _score(model: Decoder, ids: list[int]) -> Scores:
+def _score(model: Decoder, ids: list[int], kv_dtype: torch.dtype) -> Scores:
     """Read the whole text in one step, into a single page."""
     count, config = len(ids), model.config
-    shape = (1, config.num_kv_heads, count, config.head_dim)
-    pages = [KVPages(torch.empty(shape), torch.empty(shape)) for _ in range(config.num_layers)]
+    page = torch.empty(1, config.num_kv_heads, count, kv_rows.columns(config.head_dim, kv_dtype), dtype=kv_dtype)
+    pages = [KVPages(torch.empty_like(page), torch.empty_like(page)) for _ in range(config.num_layers)]
     positions, tokens = torch.arange(count), torch.tensor(ids)
     spans = Spans(*(torch.tensor(value, dtype=torch.int32) for value in ([0, count], [count], [[0]])))
     hidden = model(Batch(tokens, positions, positions, spans), pages)

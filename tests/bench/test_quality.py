@@ -26,6 +26,10 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, capsys: pytest.Captu
     assert exact["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-4)
     assert exact["agreement"] == 1 and exact["context"] == 100
     assert 1 > int8["agreement"] > int4["agreement"] > 0.5
+    assert quality.main([*options, "--quick", "--kv-dtype", "int8"]) == 0
+    rounded = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+    assert rounded["kv_dtype"] == "int8" and rounded["perplexity"] != exact["perplexity"]
+    assert rounded["perplexity"] == pytest.approx(exact["perplexity"], rel=0.01)
     assert exact["weight_bytes"] > int8["weight_bytes"] > int4["weight_bytes"]
 
 
