@@ -111,7 +111,7 @@ class EngineConfig:
     max_sequences: most sequences that run at once; the others wait.
     max_context: window in tokens (prompt + response); None means the model's own.
     drafts: guess from prompt and memory how a response goes on, and verify many tokens in one step. The results are the
-    same with and without; with the backend "reference", where they would not be, nothing is drafted.
+    same with and without; with backends other than "cpu", where they would not be, nothing is drafted.
     rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the
     model's.
     threads: CPU threads for torch and the kernels (process-wide, as torch's setting is), at most 1024; None leaves
