@@ -186,7 +186,7 @@ def test_any_draft_in_any_company_gives_the_undrafted_completions(engine: Engine
 def test_an_unchanged_memory_takes_no_decode_step_and_one_pass_with_the_end_of_the_prompt(engine: Engine) -> None:
     params = replace(GREEDY, max_tokens=60)
     expected = undrafted(engine, PROMPT, params)
-    for budget, steps in ((200, 1), (100, 2), (64, 2)):
+    for budget in (200, 100, 64):
         reshape(engine, budget=budget)
         sequence = engine.add(PROMPT, params, drafter=Scripted(expected.token_ids[:-1]))
         given = drain(engine, [sequence])[0]
@@ -208,7 +208,9 @@ def test_head_rows_go_in_tiles_and_stop_at_the_first_wrong_token(
     for drafters, tiles in (([Scripted(expected.token_ids)], [64, 15]), ([wrong, nothing], [32 + 1])):
         reshape(engine, budget=400)
         rows.clear()
-        sequences = [engine.add(PROMPT[:i], params, drafter=drafter) for i, drafter in zip((70, 3), drafters)]
+        sequences = [
+            engine.add(PROMPT[:i], params, drafter=drafter) for i, drafter in zip((70, 3), drafters, strict=False)
+        ]
         engine.step()
         assert rows == tiles
         for sequence in sequences:
@@ -230,10 +232,8 @@ def test_a_draft_takes_no_page_that_another_sequence_needs(engine: Engine) -> No
 
 def test_drafters_are_refused_where_they_would_change_results(engine: Engine) -> None:
     folder = engine.model_path
-    for config, message in (
-        (replace(CONFIG, drafts=False), "drafts is False"),
-        (replace(CONFIG, backend="reference"), "'reference'"),
-    ):
+    refusals = {"drafts is False": replace(CONFIG, drafts=False), "'reference'": replace(CONFIG, backend="reference")}
+    for message, config in refusals.items():
         other = Engine(folder, config)
         assert other.add(PROMPT, GREEDY).drafter is None
         with pytest.raises(RequestError, match=message):
@@ -251,7 +251,7 @@ def test_by_default_a_prompt_drafts_for_itself_open_or_not(engine: Engine) -> No
     for prompt in prompts:
         reshape(engine)
         drafted = engine.add(prompt, params)
-        opened = engine.add([token for token in drafted.tokens], params, is_open=True)
+        opened = engine.add(list(drafted.tokens), params, is_open=True)
         assert drafted.drafter is not None and opened.drafter is None
         engine.close(opened)
         assert opened.drafter is not None
