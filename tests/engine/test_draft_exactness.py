@@ -220,7 +220,7 @@ def test_head_rows_go_in_tiles_and_stop_at_the_first_wrong_token(
 
 def test_a_draft_takes_no_page_that_another_sequence_needs(engine: Engine) -> None:
     expected = [undrafted(engine, PROMPT[i : i + 8], replace(GREEDY, max_tokens=40)) for i in range(3)]
-    reshape(engine, budget=200, num_pages=36, page_size=4)
+    reshape(engine, budget=200, num_pages=30, page_size=4)
     sequences = [
         engine.add(PROMPT[i : i + 8], replace(GREEDY, max_tokens=40), drafter=Scripted(completion.token_ids))
         for i, completion in enumerate(expected)
