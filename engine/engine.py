@@ -361,7 +361,7 @@ class Engine:
     def _end_at_stop_string(self, sequence: Sequence, length: int) -> None:
         """End a response with the token that completed a stop string; a draft may have brought more, or another end."""
         self.scheduler.finish(sequence, "stop")
-        sequence.finish_reason, sequence.error = "stop", None
+        sequence.error = None
         del sequence.tokens[sequence.prompt_length + length :]
         del sequence.logprobs[length:], sequence.top_logprobs[length:]
 

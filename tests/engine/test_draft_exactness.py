@@ -258,3 +258,16 @@ def test_by_default_a_prompt_drafts_for_itself_open_or_not(engine: Engine) -> No
         one, other = drain(engine, [drafted, opened])
         same(one, other)
         same(one, undrafted(engine, list(drafted.tokens[: drafted.prompt_length]), params))
+
+
+@pytest.mark.parametrize("end", ["length", "stop id"])
+def test_a_stop_string_counts_before_another_end_that_the_same_draft_brings(engine: Engine, end: str) -> None:
+    whole = undrafted(engine, PROMPT, GREEDY)
+    params = replace(GREEDY, stop=(whole.text[4:6],))
+    if end == "stop id":
+        params = replace(params, stop_ids=(whole.token_ids[-2],))
+    expected = undrafted(engine, PROMPT, params)
+    assert expected.finish_reason == "stop" and 0 < len(expected.token_ids) < 20
+    reshape(engine, budget=200)
+    sequence = engine.add(PROMPT, params, drafter=Scripted(whole.token_ids))
+    same(drain(engine, [sequence])[0], expected)
