@@ -50,7 +50,7 @@ def plan_memory(
     in adapters that the model has already.
     Raises ConfigError with all numbers when it does not fit, or leaves the pool no window.
     """
-    available = int(SLACK * available_bytes()) if available is None else available
+    available = int(SLACK * available_bytes(torch.device("cpu"))) if available is None else available
     parts = _parts(model, engine, config, adapters)
     kv_dtype = getattr(torch, engine.kv_dtype or ("float64" if engine.dtype == "float64" else "float32"))
     page = page_bytes(model, engine.page_size, kv_dtype)

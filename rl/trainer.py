@@ -220,7 +220,7 @@ def _plan(engine: Engine, config: TrainerConfig) -> MemoryPlan:
     adapters = sum(p.numel() for name, p in engine.model.named_parameters() if "lora_" in name)
     held = psutil.Process().memory_info().rss
     sized = dataclasses.replace(engine.config, kv_bytes=pool)
-    return plan_memory(engine.model.config, sized, config, available_bytes() + held, adapters)
+    return plan_memory(engine.model.config, sized, config, available_bytes(engine.model.ops.device) + held, adapters)
 
 
 @dataclass
