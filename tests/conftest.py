@@ -1,4 +1,4 @@
-"""Before any test imports Triton: without a GPU its kernels run on the CPU, under its interpreter."""
+"""Before any test: Triton's interpreter where there is no GPU, and one thread."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, Triton's own at its import
+
+torch.set_num_threads(1)  # the models are tiny; tests of threads say how many they want
