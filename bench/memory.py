@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.errors import ConfigError
 from .ours import VARIANTS, Ours
 
-__all__ = ["Resident", "resident"]
+__all__ = ["Resident", "grown", "resident"]
 
 ALLOWANCE = 200e6  # bytes beside weights, KV and the interpreter with torch
 ROOM = 16
@@ -50,6 +51,20 @@ def resident(model: str, dtype: str, context: int, threads: int) -> Resident:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         used, weights, kv = pool.apply(_use, (model, dtype, context, threads))
     return Resident(_peak(bare), used, weights, kv)
+
+
+def grown(work: Callable[[], object]) -> int:
+    """Bytes by which this process's resident memory rises at most while it does `work`. Linux only (ConfigError)."""
+    status = Path("/proc/self/status")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now
+        before = _peak(status.read_text())
+        kept = work()  # a result that is let go of could not be told from one that was never there
+        rise = _peak(status.read_text()) - before
+    except OSError as error:
+        raise ConfigError(f"the peak of resident memory is read and reset in /proc/self: {error}") from error
+    del kept
+    return rise
 
 
 def _use(model: str, dtype: str, context: int, threads: int) -> tuple[int, int, int]:

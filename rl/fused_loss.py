@@ -35,7 +35,8 @@ ROWS = 256  # of a chunk: a block of csrc/cpu/chains.h, so sums over chunks have
 class Head(NamedTuple):
     """The last layer as a distribution over tokens.
 
-    weight: [vocabulary, hidden], of the head or the tied embedding. temperature: of the rollout. ops: the model's.
+    weight: [vocabulary, hidden], of the head or the tied embedding. temperature: of the rollout, 1 for a
+    greedy one, as in the sampler. ops: the model's.
     """
 
     weight: Tensor

@@ -12,12 +12,12 @@ __all__ = ["LossStatistics"]
 
 @dataclass(frozen=True)
 class LossStatistics:
-    """sums: float64 [len(NAMES)], each over the trained tokens. largest: float64 [], see NAMES' last line.
+    """On the CPU. sums: float64 [len(NAMES)], each over the trained tokens. largest: float64 [], of the differences.
 
     tokens: how many. ratio: of new to old probability. clipped_low, clipped_high, dual_clipped: tokens whose loss a
     bound changed. corrected: tokens whose importance weight was cut or set to 0. entropy: nats; 0 when not given.
-    reference_kl: k3 against the reference policy; 0 without one. difference: |new - rollout's log-probability|, and
-    mismatch_kl, k3 of the two: with largest, the largest difference, both exactly 0 in the first update of a batch.
+    reference_kl: k3 against the reference policy; 0 without one. difference: |new - rollout's log-probability|.
+    mismatch_kl: k3 of these two. The last two are exactly 0 in the first update of a batch.
     """
 
     sums: Tensor
@@ -45,7 +45,7 @@ class LossStatistics:
         zero = difference.new_zeros(1)
         sums = torch.stack([values.get(name, zero).sum(dtype=torch.float64) for name in cls.NAMES])
         largest = values["difference"].max() if len(difference) else zero[0]
-        return cls(sums, largest.double())
+        return cls(sums.cpu(), largest.double().cpu())
 
     @classmethod
     def nothing(cls) -> LossStatistics:
