@@ -111,7 +111,7 @@ def _entries(work: Work, inputs: Inputs) -> list[Entry]:
 
 def _memory_target(work: Work, threads: int) -> Target:
     """The plain loss is measured with as many tokens as fit well, and taken times the rest: its logits decide."""
-    fitting = int(available_bytes() * PLAIN_SHARE) // (PLAIN_TENSORS * 4 * work.vocabulary)
+    fitting = int(available_bytes(torch.device("cpu")) * PLAIN_SHARE) // (PLAIN_TENSORS * 4 * work.vocabulary)
     tokens = max(min(work.tokens, fitting // ROWS * ROWS), ROWS)
     fused, plain = _measured("fused", work, work.tokens, threads), _measured("plain", work, tokens, threads)
     scaled = plain * work.tokens // tokens

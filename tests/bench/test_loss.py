@@ -26,7 +26,7 @@ def test_report(monkeypatch, capsys):
     monkeypatch.setattr(
         loss, "_measured", lambda which, work, tokens, threads: {"fused": 100, "plain": 7}[which] * tokens
     )
-    monkeypatch.setattr(loss, "available_bytes", lambda: 3 * 3 * 4 * 300 * 300)
+    monkeypatch.setattr(loss, "available_bytes", lambda device: 3 * 3 * 4 * 300 * 300)
     assert main(["bench", "loss", "--quick", "--rounds", "1", "--threads", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     # Only 300 rows fit, that is 256.
