@@ -109,6 +109,7 @@ class EngineConfig:
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
     max_step_tokens: most tokens that one step computes, over all sequences.
     max_sequences: most sequences that run at once; the others wait.
+    open_prompt: a memory agent's next prompt is prefilled while the turn before it decodes: the same results, sooner.
     max_context: window in tokens (prompt + response); None means the model's own.
     drafts: guess from prompt and memory how a response goes on, and verify many tokens in one step. The results are the
     same with and without; with backends other than "cpu", where they would not be, nothing is drafted.
@@ -127,6 +128,7 @@ class EngineConfig:
     kv_share: float = 0.3
     max_step_tokens: int = 2048
     max_sequences: int = 64
+    open_prompt: bool = True
     max_context: int | None = None
     drafts: bool = True
     rope_scaling: Mapping[str, Any] | None = None
@@ -156,6 +158,7 @@ class EngineConfig:
             self.threads is None or self.threads <= self.MOST_THREADS,
             f"EngineConfig.threads must be at most {self.MOST_THREADS}, got {self.threads}",
         )
+        _require_bool("EngineConfig", "open_prompt", self.open_prompt)
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", _frozen("EngineConfig", "rope_scaling", self.rope_scaling))
             kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type"))

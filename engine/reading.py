@@ -53,7 +53,8 @@ class Turn:
     text_tokens: how many leading ids of the response lie wholly before what ended it.
     text: the response without special tokens, cut before a stop string.
     logprobs: per response token, in nats (see Completion). finish_reason: "stop" or "length".
-    prefilled_tokens, decode_steps: what the turn cost the engine.
+    prefilled_tokens, decode_steps: what the turn cost the engine. prefilled_ahead: of the tokens prefilled, those that
+    the turn before had not ended for. cached_tokens: prompt tokens that were resident already.
     """
 
     kind: Kind
@@ -67,6 +68,8 @@ class Turn:
     seconds: float
     prefilled_tokens: int
     decode_steps: int
+    prefilled_ahead: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: Request, completion: Completion) -> Turn:
@@ -83,6 +86,8 @@ class Turn:
             seconds=completion.seconds,
             prefilled_tokens=completion.counters.prefilled_tokens,
             decode_steps=completion.counters.decode_steps,
+            prefilled_ahead=completion.counters.prefilled_ahead,
+            cached_tokens=completion.counters.cached_tokens,
         )
 
 
@@ -92,11 +97,14 @@ class ReadingCounters:
 
     document_tokens: tokens of the chunks whose turns have ended. truncated_memories: memories cut at their limit, which
     are used as they are. empty_memories: memories without a token. seconds: the sum over the turns.
+    prefilled_tokens, prefilled_ahead, cached_tokens, decode_steps: as in Turn, summed.
     """
 
     turns: int = 0
     document_tokens: int = 0
     prefilled_tokens: int = 0
+    prefilled_ahead: int = 0
+    cached_tokens: int = 0
     decode_steps: int = 0
     truncated_memories: int = 0
     empty_memories: int = 0
@@ -105,6 +113,8 @@ class ReadingCounters:
     def add(self, turn: Turn) -> None:
         self.turns += 1
         self.prefilled_tokens += turn.prefilled_tokens
+        self.prefilled_ahead += turn.prefilled_ahead
+        self.cached_tokens += turn.cached_tokens
         self.decode_steps += turn.decode_steps
         self.seconds += turn.seconds
 
@@ -170,28 +180,32 @@ Event = TurnStarted | TextProgress | TurnEnded | Answered
 class Chunks:
     """A stream of int32 ids cut into chunks of `size` tokens, the last one shorter; none for an empty document.
 
-    Holds one chunk and one piece at a time. tokens_ahead: how many it holds beyond the last chunk it gave.
+    Holds a chunk and a piece at a time. tokens_ahead: how many it holds beyond the last chunk it gave.
     """
 
     def __init__(self, pieces: Iterable[array[int]], size: int) -> None:
         self._pieces = iter(pieces)
-        self._size = size
+        self.size = size
         self._held = array("i")
 
     def __iter__(self) -> Iterator[array[int]]:
         return self
 
     def __next__(self) -> array[int]:
-        while len(self._held) < self._size:
+        chunk = self.peek()
+        if not chunk:
+            raise StopIteration
+        del self._held[: len(chunk)]
+        return chunk
+
+    def peek(self) -> array[int]:
+        """The chunk that comes next, empty at the end."""
+        while len(self._held) < self.size:
             piece = next(self._pieces, None)
             if piece is None:
                 break
             self._held.extend(piece)
-        if not self._held:
-            raise StopIteration
-        chunk = self._held[: self._size]
-        del self._held[: self._size]
-        return chunk
+        return self._held[: self.size]
 
     @property
     def tokens_ahead(self) -> int:

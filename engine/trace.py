@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Any, cast
 
 from .errors import TraceError
-from .memory_agent import MemoryAgent, MemoryReading
+from .memory_agent import MemoryAgent
+from .memory_reading import MemoryReading
 from .reading import Event, Request, Turn, TurnEnded
 
 __all__ = ["FORMAT", "Trace", "traced"]

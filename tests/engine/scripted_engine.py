@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from palimpsest.engine.config import SamplingParams
+from palimpsest.engine.config import EngineConfig, SamplingParams
 from palimpsest.engine.detokenizer import TextStream
 from palimpsest.engine.sequence import Completion, Segment, Sequence, Status
 from palimpsest.engine.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class ScriptedEngine:
         pool_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.config = EngineConfig(open_prompt=False)
         self.window = window
         self.longest = window if pool_tokens is None else min(window, pool_tokens)
         self.model_path = "scripted"

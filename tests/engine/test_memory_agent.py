@@ -8,8 +8,9 @@ from array import array
 import pytest
 from palimpsest.engine.config import AgentConfig, SamplingParams
 from palimpsest.engine.errors import ConfigError, RequestError
-from palimpsest.engine.memory_agent import MemoryAgent, after_thinking
+from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.engine.reading import Answered, Chunks, TextProgress, TurnEnded, TurnStarted
+from palimpsest.engine.thinking import after_thinking
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.tests.engine.scripted_engine import ScriptedEngine
 from palimpsest.tests.tiny_models import make_tokenizer_folder
