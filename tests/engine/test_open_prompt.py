@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from palimpsest import AgentConfig, Engine, EngineConfig, MemoryAgent, RequestError, SamplingParams
 from palimpsest.engine.kv_cache import PagePool
 from palimpsest.engine.reading import Event, Reading
-from palimpsest.engine.scheduler import Scheduler, Span, SpanResult, Step
+from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
+from palimpsest.engine.step import Span, SpanResult, Step
 from palimpsest.tests.tiny_models import make_model_folder
 
 QUESTION = "Who kept the lamps?"
@@ -151,7 +152,9 @@ class ScriptedRunner:
         stored = array("i", [self.pages[span.pages[i // size]][i % size] for i in range(end)])
         assert stored == span.sequence.tokens[:end], "the pages hold other tokens than the sequence"
         script = self.respond(span.sequence)
-        return SpanResult(token_id=script[span.sequence.response_length]) if span.samples else SpanResult()
+        if not span.samples:
+            return SpanResult()
+        return SpanResult(array("i", [script[span.sequence.response_length]]), [-1.0])
 
 
 @pytest.fixture(scope="module")
