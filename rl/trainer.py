@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from ..engine import lora
+from ..engine.config import DTYPES
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError, RequestError
 from ..engine.memory import available_bytes
@@ -77,15 +78,15 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, config: TrainerConfig | None = None) -> None:
-        """Raises ConfigError for an engine with quantised weights, for a reference without its adapters, and when the
-        memory does not suffice."""
+        """Raises ConfigError for an engine with quantised weights or KV or on a GPU, for a reference without its
+        adapters, and when the memory does not suffice."""
         self.engine = engine
         self.config = config = TrainerConfig() if config is None else config
-        if engine.config.weights != "native":
-            raise ConfigError(
-                f"this engine's weights are quantised (weights={engine.config.weights!r}) and have no gradient; "
-                "make the engine with weights='native' to train"
-            )
+        for name, value in (("weights", engine.config.weights), ("kv_dtype", engine.config.kv_dtype)):
+            if value not in ("native", None, *DTYPES):
+                raise ConfigError(f"this engine has {name}={value!r}: quantised numbers have no gradient; leave it out")
+        if engine.model.ops.backend == "triton":
+            raise ConfigError("the Triton backend does not train yet; make the engine with backend='cpu'")
         self.plan = _plan(engine, config)
         print(self.plan, file=sys.stderr)
         if config.lora is not None:

@@ -254,8 +254,9 @@ def test_what_is_not_the_policys_own_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Trainer(make_engine(folder), config_of(**changes))
-    with pytest.raises(ConfigError, match="quantised"):
-        Trainer(make_engine(folder, weights="int8"), config_of())
+    for changes in ({"weights": "int8"}, {"kv_dtype": "int8"}):
+        with pytest.raises(ConfigError, match="quantised"):
+            Trainer(make_engine(folder, **changes), config_of())
 
 
 def test_a_rollout_that_fails_leaves_nothing_behind(folder: Path) -> None:
