@@ -1,0 +1,85 @@
+"""Rollout: problems in, groups of rewarded trajectories out, each as soon as its last reading ends."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from itertools import islice
+
+from ..engine.errors import ConfigError
+from ..engine.memory_agent import MemoryAgent
+from ..engine.reading import Reading
+from .advantage import choose_groups, is_mixed, shaping
+from .config import AlgorithmConfig
+from .rewards import Reward, Scorer
+from .trajectory import Group, Problem, Trajectory
+
+__all__ = ["Rollout"]
+
+
+class Rollout:
+    """Samples groups with a memory agent.
+
+    samples: readings begun so far; it is the sample index of the next, so no two draw the same random numbers.
+    scorer: the reward, and how often it failed. rolled: groups that ended so far, those left out included.
+    """
+
+    def __init__(self, agent: MemoryAgent, reward: str | Reward, algorithm: AlgorithmConfig) -> None:
+        """reward: see Scorer. Raises ConfigError for an agent that keeps no turns: they are what is trained on."""
+        if not agent.config.keep_turns:
+            raise ConfigError("AgentConfig.keep_turns is False, but turns are what is trained on; leave it True")
+        self.agent, self.algorithm, self.scorer = agent, algorithm, Scorer(reward)
+        self.samples = self.rolled = 0
+
+    def groups(self, problems: Iterable[Problem], wanted: int) -> Generator[Group, None, None]:
+        """Roll out `wanted` problems side by side; a group comes when it is complete, while others still run.
+
+        With dynamic sampling groups whose answers are all right or all wrong are left out, and as many further problems
+        are taken, max_refills times; when then there is no group at all, it warns and gives those left out. Fewer come
+        when problems run out.
+        """
+        source = iter(problems)
+        if not self.algorithm.dynamic_sampling:
+            yield from self._roll(list(islice(source, wanted)))
+            return
+        given, dull = 0, list[Group]()
+        for _ in range(1 + self.algorithm.max_refills):
+            chosen = list(islice(source, wanted - given))
+            for group in self._roll(chosen):
+                if is_mixed(_correct(group)):
+                    given += 1
+                    yield group
+                else:
+                    dull.append(group)
+            if given == wanted or not chosen:
+                break
+        if not given:
+            yield from (dull[i] for i in choose_groups([_correct(group) for group in dull], wanted))
+
+    def _roll(self, problems: list[Problem]) -> Iterator[Group]:
+        agent, size = self.agent, self.algorithm.group_size
+        first, self.samples = self.samples, self.samples + size * len(problems)
+        done: dict[int, dict[int, Reading]] = {}
+        tasks = [(problem.document, problem.question) for problem in problems]
+        for task, place, reading in agent.rollouts(tasks, size, first_sample=first):
+            readings = done.setdefault(task, {})
+            readings[place] = reading
+            if len(readings) == size:
+                self.rolled += 1
+                del done[task]
+                yield self._group([readings[i] for i in range(size)], problems[task])
+
+    def _group(self, readings: list[Reading], problem: Problem) -> Group:
+        trajectories = [self._trajectory(reading, problem) for reading in readings]
+        return Group(trajectories, self.agent.config.sampling, self.agent.engine.weights_version)
+
+    def _trajectory(self, reading: Reading, problem: Problem) -> Trajectory:
+        config = self.agent.config
+        correct = self.scorer(reading.answer, problem.answers)
+        memories = [len(turn.response_ids) for turn in reading.turns if turn.kind == "update"]
+        answer = len(reading.turns[-1].response_ids)
+        shaped = shaping(memories, config.memory_tokens, answer, config.answer_tokens, self.algorithm)
+        return Trajectory(reading.turns, correct + shaped, correct)
+
+
+def _correct(group: Group) -> list[float]:
+    return [trajectory.correct for trajectory in group.trajectories]
