@@ -184,9 +184,11 @@ def _elementwise(shape: Shape) -> Iterator[Build]:
     width, half = next_power_of_2(shape.hidden), shape.head_dim // 2
     types = _types({"x residual total out": "fp32", "weight": "bf16"}, "columns", "eps", "row_stride")
     yield Build("norm", norm.norm_kernel, types, {"ADDS": True, "BLOCK": width}, row_warps(width), 3)
-    types = _types({"grad x grad_x grad_weight": "fp32", "weight": "bf16"}, "rows columns", "eps")
-    constants: dict[str, Any] = {"ROWS": norm.BACKWARD_ROWS, "BLOCK": width}
-    yield Build("norm backward", norm.norm_backward_kernel, types, constants, row_warps(width), 3)
+    types = _types({"grad x grad_x scales": "fp32", "weight": "bf16"}, "columns", "eps")
+    yield Build("norm backward", norm.norm_backward_kernel, types, {"BLOCK": width}, row_warps(width), 3)
+    types = _types({"grad x scales sums": "fp32"}, "rows columns")
+    constants: dict[str, Any] = {"ROWS": norm.BACKWARD_ROWS, "COLUMNS": norm.BACKWARD_COLUMNS}
+    yield Build("norm backward weight", norm.weight_gradient_kernel, types, constants, 4, 3)
     types = _types({"gate up out": "fp32"}, "columns", aligned="gate_stride up_stride")
     yield Build("silu product", activation.silu_product_kernel, types, {"BLOCK": activation.BLOCK}, 4, 3)
     types = _types({"grad gate up grad_gate grad_up": "fp32"}, "count")

@@ -14,8 +14,8 @@ from .tuning import next_power_of_2, row_warps
 
 __all__ = ["add_rms_norm", "rms_norm", "rms_norm_backward"]
 
-# Rows whose weight gradients one program of the backward pass sums up; the sums are then added in order.
-BACKWARD_ROWS = 32
+# Rows and columns whose weight gradients one program of the backward pass sums up; torch adds the sums of the rows.
+BACKWARD_ROWS, BACKWARD_COLUMNS = 32, 128
 
 
 @triton.jit
@@ -33,24 +33,31 @@ def norm_kernel(x, residual, weight, total, out, row_stride, columns, eps, ADDS:
 
 
 @triton.jit
-def norm_backward_kernel(
-    grad, x, weight, grad_x, grad_weight, rows, columns, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    block = tl.program_id(0)
+def norm_backward_kernel(grad, x, weight, grad_x, scales, columns, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
-    factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    weight_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(tl.minimum(ROWS, rows - block * ROWS)):
-        start = (block.to(tl.int64) * ROWS + i) * columns
-        values = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
-        given = tl.load(grad + start + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(values * values, axis=0) / columns + eps)
-        weighted = given * factors
-        shared = tl.sum(weighted * values, axis=0) / columns * scale * scale
-        tl.store(grad_x + start + at, (weighted - values * shared) * scale, mask=inside)
-        weight_sum += given * values * scale
-    tl.store(grad_weight + block * columns + at, weight_sum, mask=inside)
+    values = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    weighted = tl.load(grad + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    weighted *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / columns + eps)
+    shared = tl.sum(weighted * values, axis=0) / columns * scale * scale
+    tl.store(grad_x + row * columns + at, (weighted - values * shared) * scale, mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def weight_gradient_kernel(grad, x, scales, sums, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum over a block of rows of grad * x * scale, for a block of columns."""
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (at < columns)[None, :]
+    places = row[:, None] * columns + at[None, :]
+    given = tl.load(grad + places, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scales + row, mask=row < rows, other=0.0)
+    total = tl.sum(given * values * scale[:, None], axis=0)
+    tl.store(sums + tl.program_id(0) * columns + at, total, mask=at < columns)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,12 +89,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients float32 of x [T, n] and weight [n] for grad [T, n]. Twin: autograd of reference.rms_norm."""
     grad, x = grad.contiguous(), x.contiguous()
+    rows, columns = x.shape
     grad_x = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    blocks = triton.cdiv(len(x), BACKWARD_ROWS)
-    sums = torch.zeros(blocks, x.shape[1], dtype=torch.float32, device=x.device)
-    if blocks:
-        block = next_power_of_2(x.shape[1])
-        norm_backward_kernel[(blocks,)](
-            grad, x, weight, grad_x, sums, len(x), x.shape[1], eps, BACKWARD_ROWS, block, num_warps=row_warps(block)
-        )
+    blocks = triton.cdiv(rows, BACKWARD_ROWS)
+    sums = torch.empty(blocks, columns, dtype=torch.float32, device=x.device)
+    if rows:
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        block = next_power_of_2(columns)
+        norm_backward_kernel[(rows,)](grad, x, weight, grad_x, scales, columns, eps, block, num_warps=row_warps(block))
+        grid = (blocks, triton.cdiv(columns, BACKWARD_COLUMNS))
+        weight_gradient_kernel[grid](grad, x, scales, sums, rows, columns, BACKWARD_ROWS, BACKWARD_COLUMNS)
     return grad_x, sums.sum(dim=0)
