@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .acceptance import Acceptance
+from .draft import Drafter
 from .errors import RequestError
 from .memory_reading import MemoryReading
 from .open_prompt import OpenPrompt
@@ -22,6 +24,8 @@ __all__ = ["LiveReading"]
 class LiveReading:
     """Hands a reading's requests to the engine and its responses to the reading.
 
+    What one turn shows of how good drafts are serves the next.
+
     place: number of the reading among those that are driven together. finished: whether it has its answer.
     """
 
@@ -32,6 +36,7 @@ class LiveReading:
         self._engine, self._reading, self._sample = engine, reading, sample
         self._running: tuple[Request, Sequence] | None = None
         self._following: OpenPrompt | None = None
+        self._acceptance = Acceptance(engine.step_cost)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -46,10 +51,15 @@ class LiveReading:
             self.finished = True
             yield Answered(self._reading.answered())
             return
+        drafter = None
+        if self._engine.drafts:
+            drafter = Drafter.for_prompt(request.segments, acceptance=self._acceptance)
         if self._following is None:
-            sequence = self._engine.add(request.segments, request.params, sample=self._sample, turn=request.index)
+            sequence = self._engine.add(
+                request.segments, request.params, sample=self._sample, turn=request.index, drafter=drafter
+            )
         else:
-            sequence = self._following.close(request)
+            sequence = self._following.close(request, drafter)
         self._running, self._following = (request, sequence), None
         yield self._reading.started(request)
         if self._engine.config.open_prompt and request.kind == "update":

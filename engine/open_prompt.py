@@ -6,6 +6,7 @@ from array import array
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from .draft import Drafter
 from .reading import Request
 from .sequence import Sequence
 from .templates import Slot
@@ -47,14 +48,16 @@ class OpenPrompt:
                 known, following.params, sample=self._sample, turn=following.index, is_open=True
             )
 
-    def close(self, request: Request) -> Sequence:
-        """The sequence of the next turn, whose prompt is now complete."""
+    def close(self, request: Request, drafter: Drafter | None) -> Sequence:
+        """The sequence of the next turn, whose prompt is now complete. drafter: as in Engine.add."""
         if self.sequence is not None and self._extend(request.prompt_ids):
             sequence, self.sequence = self.sequence, None
-            self._engine.close(sequence)
+            self._engine.close(sequence, drafter=drafter)
             return sequence
         self.drop()
-        return self._engine.add(request.segments, request.params, sample=self._sample, turn=request.index)
+        return self._engine.add(
+            request.segments, request.params, sample=self._sample, turn=request.index, drafter=drafter
+        )
 
     def drop(self) -> None:
         """End the open sequence, if there is one."""

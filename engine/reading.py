@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .config import SamplingParams
-from .sequence import Completion, Segment
+from .sequence import Completion, DraftCounters, Segment
 
 __all__ = [
     "Answered",
@@ -54,7 +54,8 @@ class Turn:
     text: the response without special tokens, cut before a stop string.
     logprobs: per response token, in nats (see Completion). finish_reason: "stop" or "length".
     prefilled_tokens, decode_steps: what the turn cost the engine. prefilled_ahead: of the tokens prefilled, those that
-    the turn before had not ended for. cached_tokens: prompt tokens that were resident already.
+    the turn before had not ended for. cached_tokens: prompt tokens that were resident already. drafts: by source, what
+    came of drafts.
     """
 
     kind: Kind
@@ -70,6 +71,7 @@ class Turn:
     decode_steps: int
     prefilled_ahead: int = 0
     cached_tokens: int = 0
+    drafts: dict[str, DraftCounters] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, completion: Completion) -> Turn:
@@ -88,6 +90,7 @@ class Turn:
             decode_steps=completion.counters.decode_steps,
             prefilled_ahead=completion.counters.prefilled_ahead,
             cached_tokens=completion.counters.cached_tokens,
+            drafts=completion.counters.drafts,
         )
 
 
@@ -97,7 +100,7 @@ class ReadingCounters:
 
     document_tokens: tokens of the chunks whose turns have ended. truncated_memories: memories cut at their limit, which
     are used as they are. empty_memories: memories without a token. seconds: the sum over the turns.
-    prefilled_tokens, prefilled_ahead, cached_tokens, decode_steps: as in Turn, summed.
+    prefilled_tokens, prefilled_ahead, cached_tokens, decode_steps, drafts: as in Turn, summed.
     """
 
     turns: int = 0
@@ -109,6 +112,7 @@ class ReadingCounters:
     truncated_memories: int = 0
     empty_memories: int = 0
     seconds: float = 0.0
+    drafts: dict[str, DraftCounters] = field(default_factory=dict)
 
     def add(self, turn: Turn) -> None:
         self.turns += 1
@@ -117,6 +121,8 @@ class ReadingCounters:
         self.cached_tokens += turn.cached_tokens
         self.decode_steps += turn.decode_steps
         self.seconds += turn.seconds
+        for source, counters in turn.drafts.items():
+            self.drafts[source] = self.drafts.get(source, DraftCounters()) + counters
 
 
 @dataclass(frozen=True)

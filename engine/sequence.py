@@ -54,6 +54,9 @@ class DraftCounters:
         self.proposed += proposed
         self.accepted += accepted
 
+    def __add__(self, other: DraftCounters) -> DraftCounters:
+        return DraftCounters(self.drafts + other.drafts, self.proposed + other.proposed, self.accepted + other.accepted)
+
 
 @dataclass
 class Counters:

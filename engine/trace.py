@@ -18,6 +18,7 @@ from .errors import TraceError
 from .memory_agent import MemoryAgent
 from .memory_reading import MemoryReading
 from .reading import Event, Request, Turn, TurnEnded
+from .sequence import DraftCounters
 
 __all__ = ["FORMAT", "Trace", "traced"]
 
@@ -144,7 +145,9 @@ class Trace:
     def append(self, turn: Turn) -> None:
         """Write one turn; it is on disk when this returns. Raises TraceError if it cannot be."""
         values = {name: getattr(turn, name) for name in TURN_FIELDS}
-        self._write(values | {"prompt_ids": list(turn.prompt_ids), "response_ids": list(turn.response_ids)})
+        drafts = {source: dataclasses.asdict(counters) for source, counters in turn.drafts.items()}
+        ids = {"prompt_ids": list(turn.prompt_ids), "response_ids": list(turn.response_ids)}
+        self._write(values | ids | {"drafts": drafts})
 
     def recorded(self) -> Iterator[Turn]:
         """The turns in the file, one at a time. Raises TraceError for a damaged line."""
@@ -199,8 +202,9 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
 def _turn(values: dict[str, Any], path: Path, number: int) -> Turn:
     try:
         ids = {name: array("i", values[name]) for name in ("prompt_ids", "response_ids")}
-        return Turn(**(values | ids))
-    except (KeyError, TypeError, OverflowError) as error:
+        drafts = {source: DraftCounters(**counters) for source, counters in values.get("drafts", {}).items()}
+        return Turn(**(values | ids | {"drafts": drafts}))
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise TraceError(
             f"line {number} of {path} is not a turn ({error}): the trace is damaged, start a new one"
         ) from error

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from palimpsest.engine.acceptance import StepCost
 from palimpsest.engine.config import EngineConfig, SamplingParams
 from palimpsest.engine.detokenizer import TextStream
 from palimpsest.engine.sequence import Completion, Segment, Sequence, Status
@@ -38,6 +39,7 @@ class ScriptedEngine:
         pool_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.drafts, self.step_cost = False, StepCost.of_weights(32)
         self.config = EngineConfig(open_prompt=False)
         self.window = window
         self.longest = window if pool_tokens is None else min(window, pool_tokens)
@@ -54,7 +56,7 @@ class ScriptedEngine:
         return bool(self._live or self._undelivered)
 
     def add(
-        self, prompt: list[Segment], params: SamplingParams, *, sample: int = 0, turn: int = 0, is_open: bool = False
+        self, prompt: list[Segment], params: SamplingParams, *, sample: int = 0, turn: int = 0, drafter: None = None
     ) -> Sequence:
         ids = array("i", [token for segment in prompt for token in segment.ids])
         sequence = Sequence(len(self.added), ids, params, sample, turn, prompt_length=len(ids))

@@ -22,6 +22,7 @@ from palimpsest.engine.reading import Event, Reading
 from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
 from palimpsest.engine.step import Span, SpanResult, Step
+from palimpsest.engine.trace import traced
 from palimpsest.tests.tiny_models import make_model_folder
 
 QUESTION = "Who kept the lamps?"
@@ -70,7 +71,10 @@ def test_open_is_closed(
     came = []
     for is_open in (False, True):
         engine = Engine(
-            model, EngineConfig(backend="cpu", threads=1, open_prompt=is_open, **({"kv_bytes": 1 << 22} | limits))
+            model,
+            EngineConfig(
+                backend="cpu", threads=1, open_prompt=is_open, drafts=is_open, **({"kv_bytes": 1 << 22} | limits)
+            ),
         )
         agent = MemoryAgent(engine, replace(CONFIG, template=template, sampling=sampling))
         preempt = Mock(wraps=engine.scheduler._preempt)
@@ -82,6 +86,21 @@ def test_open_is_closed(
         assert preempt.called or "kv_bytes" not in limits
         rest(engine)
     assert came[0] == came[1]
+
+
+def test_what_drafts_brought_is_counted_and_traced(model: Path, tmp_path: Path) -> None:
+    engine = Engine(model, EngineConfig(backend="cpu", threads=1, kv_bytes=1 << 22))
+    agent = MemoryAgent(engine, replace(CONFIG, sampling=GREEDY))
+    for _ in traced(agent, story(1800, 1806), QUESTION, tmp_path / "trace"):
+        pass
+    *_, event = traced(agent, story(1800, 1806), QUESTION, tmp_path / "trace", resume=True)
+    reading = event.reading
+    assert reading.counters.drafts["memory"].proposed == sum(
+        turn.drafts["memory"].proposed for turn in reading.turns if "memory" in turn.drafts
+    )
+    assert reading.counters.drafts["memory"].drafts > 1
+    alone = agent.read(story(1800, 1806), QUESTION)
+    assert alone.turns[0].drafts == reading.turns[0].drafts
 
 
 def test_a_group_is_its_readings_and_shares_what_it_reads(model: Path) -> None:
