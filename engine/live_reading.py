@@ -54,6 +54,7 @@ class LiveReading:
         drafter = None
         if self._engine.drafts:
             drafter = Drafter.for_prompt(request.segments, acceptance=self._acceptance)
+            self._reading.siblings.begin(self.place, request.index, drafter)
         if self._following is None:
             sequence = self._engine.add(
                 request.segments, request.params, sample=self._sample, turn=request.index, drafter=drafter
@@ -71,6 +72,8 @@ class LiveReading:
         if self._running is None or update.sequence is not self._running[1]:
             return  # the opened turn was aborted by somebody else, and will be added anew
         request, sequence = self._running
+        if self._engine.drafts:
+            self._reading.siblings.write(self.place, update.token_ids)
         if update.text:
             yield TextProgress(request.kind, request.index, update.text, sequence.response_length)
         if update.completion is None:

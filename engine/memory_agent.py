@@ -18,6 +18,7 @@ from .errors import ConfigError, RequestError
 from .live_reading import LiveReading
 from .memory_reading import MemoryReading, memory_ids
 from .reading import Answered, Chunks, Event, Reading, Turn
+from .siblings import Siblings
 from .templates import FIRST_MEMORY, TokenTemplate, find_final, find_update
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class MemoryAgent:
         ids = self.tokenizer.encode(question)
         size = self.chunk_size(len(ids))
         pieces = tee(self.tokenizer.encode_pieces(_pieces(document)), n)
-        return [MemoryReading(self, ids, Chunks(each, size)) for each in pieces]
+        siblings = Siblings()
+        return [MemoryReading(self, ids, Chunks(each, size), siblings) for each in pieces]
 
     def run(self, reading: MemoryReading) -> Generator[Event, None, None]:
         """Drive an opened reading to its end and yield what happens."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .errors import RequestError
 from .reading import Chunks, Reading, ReadingCounters, Request, Turn, TurnStarted
+from .siblings import Siblings
 from .templates import Slot
 from .thinking import ThinkingCut, after_thinking
 
@@ -22,8 +23,9 @@ class MemoryReading:
     memory: int32 ids of the memory that holds now. counters: what it cost so far. chunk_tokens: tokens read per turn.
     """
 
-    def __init__(self, agent: MemoryAgent, question: array[int], chunks: Chunks) -> None:
-        """Made by MemoryAgent.open. question: int32 ids."""
+    def __init__(self, agent: MemoryAgent, question: array[int], chunks: Chunks, siblings: Siblings) -> None:
+        """Made by MemoryAgent.open. question: int32 ids. siblings: shared by the readings of a group."""
+        self.siblings = siblings
         self._agent = agent
         self._question = question
         self._chunks = chunks
