@@ -41,8 +41,12 @@ VARIANTS = {
 class Ours:
     """One engine of one variant, with room for `sequences` sequences of `longest` tokens."""
 
-    def __init__(self, model: str, variant: Variant, *, sequences: int, longest: int, threads: int) -> None:
-        """Raises CheckpointError or ConfigError when the model or the variant cannot be run."""
+    def __init__(
+        self, model: str, variant: Variant, *, sequences: int, longest: int, threads: int, drafts: bool = False
+    ) -> None:
+        """drafts: whether responses are drafted; where engines are compared token by token they are not.
+
+        Raises CheckpointError or ConfigError when the model or the variant cannot be run."""
         config = EngineConfig(
             dtype=variant.dtype if variant.weights == "native" else "float32",
             weights=variant.weights,
@@ -51,7 +55,7 @@ class Ours:
             max_context=longest,
             max_sequences=sequences,
             threads=threads,
-            drafts=False,  # what is compared is a step per token
+            drafts=drafts,
         )
         self.variant = variant
         self.engine = Engine(model, config)

@@ -2,8 +2,8 @@
 
 A folder of peers holds `peers.json`, a list of {"engine", "variant", "dtype", "kv_dtype", "command"} and, if wanted,
 "environment" and "most_tokens". A worker writes one JSON line when it is ready and then one for each line it reads:
-{"op": "prefill", "n", "seed"} or {"op": "decode", "batch", "ctx", "steps"} gives {"sec", "others", "tokens"} or
-{"error"}; {"op": "quit"} ends it.
+{"op": "prefill", "n", "seed"} or {"op": "decode", "batch", "ctx", "steps"} gives {"sec", "others", "tokens"},
+{"op": "turn", "prompt", "n"} also gives {"ids"}; or {"error"}. {"op": "quit"} ends it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,7 @@ class PeerSpec:
 
 
 class Peer:
-    """A running worker; `prefill` and `decode` wait for its answer."""
+    """A running worker; `prefill`, `decode` and `turn` wait for its answer."""
 
     def __init__(self, spec: PeerSpec, folder: Path, threads: int) -> None:
         """Start the worker and wait until it has loaded its model. Raises PeerError when it doesn't."""
@@ -95,11 +95,19 @@ class Peer:
 
     def prefill(self, tokens: int, seed: int) -> Sample:
         """A fresh prompt of `tokens` tokens, to the first token of its response. Raises PeerError."""
-        return self._ask({"op": "prefill", "n": tokens, "seed": seed})
+        return _sample(self._ask({"op": "prefill", "n": tokens, "seed": seed}))
 
     def decode(self, batch: int, context: int, steps: int) -> Sample:
         """`steps` tokens for each of `batch` sequences behind `context` tokens; their prefill isn't counted."""
-        return self._ask({"op": "decode", "batch": batch, "ctx": context, "steps": steps})
+        return _sample(self._ask({"op": "decode", "batch": batch, "ctx": context, "steps": steps}))
+
+    def turn(self, prompt: Sequence[int], length: int) -> tuple[Sample, list[int]]:
+        """Write `length` tokens behind a prompt, greedily, with whatever cache it has; -> the time and the ids."""
+        answer = self._ask({"op": "turn", "prompt": list(prompt), "n": length})
+        ids = answer.get("ids")
+        if not isinstance(ids, list) or len(ids) != length:
+            raise PeerError(f"{self.spec.label} was asked for {length} ids and gave {ids!r:.60}")
+        return _sample(answer), ids
 
     def close(self) -> None:
         """Ask the worker to end, and end it if it doesn't."""
@@ -110,7 +118,7 @@ class Peer:
             self._process.wait()
         self._log.close()
 
-    def _ask(self, question: Mapping[str, Any]) -> Sample:
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             self._stdin.write(json.dumps(question) + "\n")
             self._stdin.flush()
@@ -119,7 +127,7 @@ class Peer:
         answer = self._answer()
         if "error" in answer or not answer.get("sec", 0) > 0:
             raise PeerError(f"{self.spec.label}: {answer.get('error', f'no time in its answer {answer}')}")
-        return Sample(float(answer["sec"]), float(answer.get("others", 0.0)))
+        return answer
 
     def _answer(self) -> dict[str, Any]:
         """One line, one JSON object. At most one is under way, so none can hide in the stream's buffer."""
@@ -139,6 +147,10 @@ class Peer:
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
         return lines[-1] if lines else "it wrote nothing to stderr"
+
+
+def _sample(answer: Mapping[str, Any]) -> Sample:
+    return Sample(float(answer["sec"]), float(answer.get("others", 0.0)))
 
 
 def read_specs(folder: Path) -> list[PeerSpec]:

@@ -20,6 +20,9 @@ for line in sys.stdin:
         answer = {"error": "NotImplementedError: no such op"}
     elif question["op"] == "prefill":
         answer = {"sec": speed * question["n"], "cpu": 1.0, "others": 0.25, "tokens": question["n"]}
+    elif question["op"] == "turn":
+        count = question["n"]
+        answer = {"sec": speed * count, "cpu": 1.0, "others": 0.25, "tokens": count, "ids": [7] * count}
     else:
         count = question["batch"] * question["steps"]
         answer = {"sec": speed * count, "cpu": 1.0, "others": 0.25, "tokens": count}

@@ -14,10 +14,12 @@ def test_a_worker_is_asked_in_the_words_of_the_protocol(peers_folder):
         assert peer.spec.label == "fake slow"
         assert peer.prefill(512, 1003) == Sample(0.512, 0.25)
         assert peer.decode(8, 1000, 12) == Sample(0.096, 0.25)
+        assert peer.turn([3, 4], 2) == (Sample(0.002, 0.25), [7, 7])
     asked = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
     assert asked == [
         {"op": "prefill", "n": 512, "seed": 1003},
         {"op": "decode", "batch": 8, "ctx": 1000, "steps": 12},
+        {"op": "turn", "prompt": [3, 4], "n": 2},
         {"op": "quit"},
     ]
     with pytest.raises(ProcessLookupError):

@@ -1,0 +1,98 @@
+"""Workload: a whole reading with what the model really writes, and the same turns given to other engines."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.config import AgentConfig, SamplingParams
+from ..engine.engine import Engine
+from ..engine.errors import ConfigError
+from ..engine.memory_agent import MemoryAgent
+from ..engine.reading import Turn
+from .clock import Sample, timed
+from .peers import Peer
+
+__all__ = ["Difference", "Workload"]
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "examples" / "demo" / "harbour.txt"
+QUESTION = "Which things happened in the harbour, and when?"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that a peer wrote otherwise than we, by turn and place in the response, and how close it was.
+
+    gap: between our two likeliest tokens there, in nats.
+    """
+
+    turn: int
+    place: int
+    gap: float
+
+
+class Workload:
+    """A reading of `chunks` chunks and an answer, greedy; each round reads another part of the document.
+
+    The peers are fed the ids of our prompts turn by turn and write responses as long as ours.
+    turns: of the last reading.
+    """
+
+    def __init__(self, engine: Engine, *, chunks: int, chunk: int, memory: int, answer: int) -> None:
+        """Raises ConfigError when the document is missing."""
+        self.engine, self.chunks, self.chunk = engine, chunks, chunk
+        config = AgentConfig(
+            chunk_tokens=chunk, memory_tokens=memory, answer_tokens=answer, sampling=SamplingParams(temperature=0)
+        )
+        self._agent = MemoryAgent(engine, config)
+        try:
+            self._ids = engine.tokenizer.encode(DOCUMENT.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the demo's document cannot be read ({error}); run from a checkout") from error
+        self._differences: dict[str, tuple[array[int], int, int]] = {}
+        self.turns: list[Turn] = []
+
+    def ours(self, number: int) -> Sample:
+        """Our reading of round `number`."""
+        size = self.chunks * self.chunk
+        start = number * size // 3 % max(len(self._ids) - size, 1)
+        document = self.engine.tokenizer.decode(self._ids[start : start + size])
+
+        def run() -> None:
+            self.turns = self._agent.read(document, QUESTION).turns
+
+        return timed(run)
+
+    def theirs(self, peer: Peer) -> Sample:
+        """A peer on the turns of our last reading. Raises PeerError."""
+        samples = []
+        for turn in self.turns:
+            sample, ids = peer.turn(turn.prompt_ids, len(turn.response_ids))
+            samples.append(sample)
+            self._compare(peer.spec.label, turn, ids)
+        seconds = sum(sample.seconds for sample in samples)
+        return Sample(seconds, sum(sample.others * sample.seconds for sample in samples) / seconds)
+
+    @property
+    def wrote(self) -> str:
+        """What the model wrote in the last reading, and in how many steps."""
+        written = sum(len(turn.response_ids) for turn in self.turns)
+        steps = sum(turn.decode_steps + 1 for turn in self.turns)
+        return f"{len(self.turns)} turns, {written} tokens written in {steps} steps"
+
+    def differences(self) -> dict[str, Difference]:
+        """By peer, the first token ever seen to differ."""
+        found = {}
+        for label, (ids, turn, place) in self._differences.items():
+            params = SamplingParams(temperature=0, max_tokens=1, top_logprobs=2)
+            [completion] = self.engine.generate([ids], params)
+            first, second = (completion.top_logprobs or [[]])[0]
+            found[label] = Difference(turn, place, first.logprob - second.logprob)
+        return found
+
+    def _compare(self, label: str, turn: Turn, ids: list[int]) -> None:
+        ours = turn.response_ids
+        place = next((i for i, token in enumerate(ids) if token != ours[i]), None)
+        if place is not None:
+            self._differences.setdefault(label, (turn.prompt_ids + ours[:place], turn.index, place))

@@ -1,0 +1,116 @@
+"""The benchmark of turns as a user runs it, on a tiny model and with peers that only pretend."""
+
+import json
+from array import array
+
+import pytest
+from palimpsest.bench import chunk_latency, limits
+from palimpsest.bench.chunk_latency import Work
+from palimpsest.bench.endurance import endurance
+from palimpsest.bench.forced import forced, spoilt
+from palimpsest.bench.ours import VARIANTS, Ours, tokens
+from palimpsest.bench.readings import ForcedReading
+from palimpsest.bench.turns import Turns
+from palimpsest.cli import main
+from palimpsest.engine.config import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _small_probe(monkeypatch):
+    monkeypatch.setattr(limits, "READ_BYTES", 2**20)
+    monkeypatch.setattr(limits, "REPEATS", 2000)
+
+
+@pytest.fixture
+def ours(tiny_model):
+    return Ours(tiny_model, VARIANTS["float32"], sequences=4, longest=800, threads=1, drafts=True)
+
+
+def test_every_part_as_a_user_runs_it(tiny_model, peers_folder, capsys, monkeypatch):
+    for name, small in {
+        "WORKS": (Work(20, 60, (100, 80, 0)),), "OPEN": Work(20, 60), "FIRST_TOKEN_WORK": Work(20, 60), "TURNS": 3,
+        "GROUP": 3, "GROUP_MEMORY": 8, "GROUP_CHUNK": 40,
+        "WORKLOAD": {"chunks": 2, "chunk": 50, "memory": 10, "answer": 4},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(chunk_latency, name, small)
+    folder = peers_folder({"arguments": ["1"]}, {"engine": "other", "dtype": "q8_0"})
+    options = ["--rounds", "2", "--threads", "1", "--model", tiny_model, "--peers", str(folder)]
+    assert main(["bench", "chunk_latency", *options]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    works = [one["work"] for one in found["rows"]]
+    assert works == [*["turn20"] * 6, *["read20"] * 5, *["first20"] * 2, *["group3"] * 2, *["workload"] * 2]
+    targets = {target["name"]: target["value"] for target in found["targets"]}
+    assert targets["read20.60.float32.needed_over_prefilled"] == 1.0
+    assert targets["group3.40.float32.kv_bytes"] > 1.5
+    assert targets["workload.50.float32.vs_best_peer"] > 0
+    assert "fake differs first in turn 0, token 0" in printed
+    asked = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+    assert [question["op"] for question in asked] == ["turn"] * 9 + ["quit"] * 2  # 2 chunks and the answer, 3 rounds
+
+
+def test_quick_is_a_part_of_it(tiny_model, capsys):
+    assert chunk_latency.main(["--quick", "--rounds", "1", "--threads", "1", "--model", tiny_model]) == 0
+    assert {one["work"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]} == {"turn32", "read32"}
+
+
+def test_a_forced_response_says_what_the_script_says(ours):
+    said = array("i", [5, 6, 7, ours.engine.tokenizer.eos_ids[0]])
+    params = SamplingParams(temperature=0, max_tokens=9)
+    with forced({(1, 0): said}):
+        free, scripted = ours.engine.generate([[9, 8], [9, 8]], params)
+    assert scripted.token_ids == said
+    assert free.token_ids == ours.engine.generate([[9, 8]], params)[0].token_ids
+
+
+@pytest.mark.parametrize("right", [100, 95, 80, 50, 0])
+def test_a_spoilt_memory_keeps_its_share_evenly(right):
+    memory = array("i", tokens(200, 1, 500))
+    kept = [a == b for a, b in zip(memory, spoilt(memory, right, 2, 500), strict=True)]
+    assert sum(kept) == 2 * right
+    assert max((kept[i : i + 20].count(True) for i in range(180)), default=0) <= right / 5 + 1
+
+
+def test_turns_keep_nothing_resident_but_the_head(ours):
+    turns = Turns(ours.engine, 40, 100)
+    added = []
+    add = ours.engine.add
+
+    def adding(*args, **kwargs):
+        added.append(add(*args, **kwargs))
+        return added[-1]
+
+    ours.engine.add = adding
+    for way in (turns.plain, turns.surprised, lambda: turns.drafted(100), turns.one_pass):
+        way()
+    assert [sequence.counters.cached_tokens // 16 for sequence in added[1:]] == [7] * (len(added) - 1)
+    steps = [sequence.counters.decode_steps for sequence in added]
+    assert steps[0] == 40  # drafts off
+    assert steps[2:] == [0, 0, 0, 0]  # all right, thrice, and one pass
+
+
+def test_readings_take_turns_without_disturbing_each_other(ours):
+    ways = [(0, False, False), (100, True, True), (80, True, False)]
+    readings = [
+        ForcedReading(ours.engine, memory=40, chunk=60, right=right, drafts=drafts, open_prompt=is_open, seed=100 * i)
+        for i, (right, drafts, is_open) in enumerate(ways)
+    ]
+    for _ in range(4):
+        for reading in readings:
+            reading.turn()
+    assert [reading.last.index for reading in readings] == [3, 3, 3]
+    assert [len(reading.last.response_ids) for reading in readings] == [41, 41, 41]
+    steps = [reading.last.decode_steps for reading in readings]
+    assert steps[0] == 40
+    assert steps[1] == 0
+    assert 8 <= steps[2] <= 12
+    for reading in readings:
+        reading.close()
+    assert not ours.engine.scheduler.unfinished
+
+
+def test_endurance_compares_the_first_turns_with_the_last(ours, monkeypatch):
+    monkeypatch.setattr("palimpsest.bench.endurance.STRETCH", 2)
+    found = endurance(ours.engine, 5, 1)
+    assert 0 < found.first_seconds < 60
+    assert found.last_bytes >= found.first_bytes * 0.5 > 0
