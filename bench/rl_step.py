@@ -84,6 +84,7 @@ def run(model: str | None, work: Work, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, way in ways.items():
             found[name].append(way.step())
+            print(f"{name}: a step took {found[name][-1]['seconds']:.1f} s", file=sys.stderr)
     rows = [
         {"engine": "palimpsest", "work": str(work), "variant": name, **_median(some)} for name, some in found.items()
     ]
