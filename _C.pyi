@@ -218,6 +218,8 @@ class CpuDecoder:
         /,
     ) -> None: ...
 
+def use_huge_pages(ranges: list[tuple[int, int]], /) -> None: ...
+
 class SuffixAutomaton:
     """As its Python twin in engine/suffix_automaton.py. Raises ValueError for ids that are no array of int32."""
 

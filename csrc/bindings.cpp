@@ -10,6 +10,7 @@
 
 #include "cpu/decoder.h"
 #include "cpu/kernels.h"
+#include "huge_pages.h"
 #include "suffix_automaton.h"
 
 namespace py = pybind11;
@@ -72,8 +73,11 @@ class CpuKernels {
 
     void linear(Address x, Index x_stride, Address weight, bool weight_bf16, Address bias, bool bias_bf16, Address y,
                 Index rows, Index in, Index out) const {
-        table_->linear(floats(x), x_stride, bytes(weight), weight_bf16, bytes(bias), bias_bf16, floats_out(y), rows, in,
-                       out);
+        table_->linear({floats(x),
+                        x_stride,
+                        rows,
+                        in,
+                        {{bytes(weight), weight_bf16, {}, bytes(bias), bias_bf16, out, floats_out(y)}}});
     }
 
     void paged_attention(Address query, Index query_stride, Address key_pages, Address value_pages, int kv_type,
@@ -124,9 +128,13 @@ class CpuKernels {
 
     void quantised_linear(Address x, Index x_stride, Index rows, const PackedArgument& weight, Address bias,
                           bool bias_bf16, Address y) const {
-        palimpsest::cpu::QuantisedCall call{floats(x),   x_stride,  rows,         packed_weight(weight),
-                                            bytes(bias), bias_bf16, floats_out(y)};
-        std::unique_ptr<char[]> scratch(new char[palimpsest::cpu::quantised_scratch(rows, call.weight.in)]);
+        palimpsest::cpu::PackedWeight packed = packed_weight(weight);
+        palimpsest::cpu::LinearCall call{floats(x),
+                                         x_stride,
+                                         rows,
+                                         packed.in,
+                                         {{nullptr, false, packed, bytes(bias), bias_bf16, packed.out, floats_out(y)}}};
+        std::unique_ptr<char[]> scratch(new char[palimpsest::cpu::quantised_scratch(rows, call.in)]);
         palimpsest::cpu::quantised_linear(*table_, call, scratch.get());
     }
 
@@ -289,6 +297,7 @@ PYBIND11_MODULE(_C, m) {
                       Address, Address, const ParameterArgument&, const ParameterArgument&>())
         .def("add_layer", &CpuDecoder::add_layer)
         .def("run", &CpuDecoder::run, Release());
+    m.def("use_huge_pages", &palimpsest::use_huge_pages, Release());
     using palimpsest::SuffixAutomaton;
     using palimpsest::Token;
     py::class_<SuffixAutomaton>(m, "SuffixAutomaton")

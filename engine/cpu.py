@@ -37,6 +37,7 @@ __all__ = [
     "rotate",
     "silu_product",
     "unavailable",
+    "use_huge_pages",
     "write_kv",
 ]
 
@@ -117,6 +118,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         *(y.data_ptr(), rows, size, out),
     )
     return y
+
+
+def use_huge_pages(tensors: list[Tensor]) -> None:
+    """Ask Linux for huge pages under tensors that fill some, in place. Without effect where it has none to give."""
+    _C.use_huge_pages([(t.data_ptr(), t.nbytes) for t in tensors if t.nbytes])
 
 
 def packed_argument(weight: PackedWeight) -> tuple[int, int, int, int, int, int, int, int]:

@@ -28,6 +28,7 @@ class LayerStack:
         config, first = model.config, pages[0].key
         # The addresses below stay valid while these are referred to from here.
         self._held = [model.cos, model.sin, *model.parameters(), *model.buffers(), *pages]
+        cpu.use_huge_pages([*model.parameters(), *model.buffers()])
         self._hidden_size = config.hidden_size
         self._decoder = cpu.make_decoder(
             *(config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size),
@@ -49,7 +50,7 @@ class LayerStack:
     @staticmethod
     def fits(model: Decoder, pages: list[KVPages]) -> bool:
         """Whether the kernels run this model: their ops were chosen, and they know all of its linear layers."""
-        known = all(type(linear) in (Linear, QuantisedLinear) for layer in model.layers for linear in _linears(layer))
+        known = all(_alike(linears) for layer in model.layers for linears in _over_one_input(layer))
         return model.ops.backend == "cpu" and known and pages[0].key.dtype in cpu.KV_TYPES
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -70,6 +71,17 @@ def _linears(layer: Layer) -> list[Linear | QuantisedLinear]:
         *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
         *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
     ]
+
+
+def _over_one_input(layer: Layer) -> list[list[Linear | QuantisedLinear]]:
+    query, key, value, output, gate, up, down = _linears(layer)
+    return [[query, key, value], [output], [gate, up], [down]]
+
+
+def _alike(linears: list[Linear | QuantisedLinear]) -> bool:
+    """Whether one call can compute them."""
+    kinds = {type(linear) for linear in linears}
+    return len(kinds) == 1 and kinds <= {Linear, QuantisedLinear}
 
 
 def _parameter(tensor: Tensor | None) -> tuple[int, bool]:

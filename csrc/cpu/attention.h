@@ -191,7 +191,7 @@ void scores_many(const AttentionCall& c, const Rows& rows, Index first, const fl
 #pragma GCC unroll 2
             for (int v = 0; v < kTileVectors; v++) w[v] = F16::load(keys + d * kTile + t + v * kWidth);
         };
-        panel_chains(rows.query + first * kBlock, 0, c.head_dim, load, acc);
+        panel_chains(rows.query + first * kBlock, kBlock, 0, c.head_dim, load, acc);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2

@@ -55,10 +55,11 @@ __attribute__((noinline)) void advance_rest(const float* x, Index x_stride, cons
     }
 }
 
-// total[r] = the sums over k of x[r][k] rows[j][k], one per lane j. `ahead`: see load_transposed.
-template <int R, class T>
+// total[r] = the sums over k of x[r][k] rows[j][k], one per lane j. ahead(k): what load_transposed asks for at column
+// k.
+template <int R, class T, class Ahead>
 inline void sixteen_chains(const float* x, Index x_stride, const T* const (&rows)[kWidth], Index in, F16 (&total)[R],
-                           Index ahead) {
+                           Ahead ahead) {
     constexpr Index depth = Block<T>::kDepth;
     for (Index start = 0; start < in; start += kBlock) {
         Index end = smaller(start + kBlock, in), k = start;
@@ -67,7 +68,7 @@ inline void sixteen_chains(const float* x, Index x_stride, const T* const (&rows
         for (int r = 0; r < R; r++) acc[r] = F16::zero();
         for (; k + depth <= end; k += depth) {
             F16 t[kWidth];
-            load_transposed(rows, k, t, ahead);
+            load_transposed(rows, k, t, ahead(k));
             advance<R, T>(x + k, x_stride, t, acc);
         }
         if (k < end) advance_rest<R, T>(x, x_stride, rows, k, end - k, acc);
@@ -76,16 +77,17 @@ inline void sixteen_chains(const float* x, Index x_stride, const T* const (&rows
     }
 }
 
-// acc[r][v] continues its chain over k = from .. to of x[r][k] (rows kBlock apart) times column k, which load(k, w)
+// acc[r][v] continues its chain over k = from .. to of x[r][k] (rows x_stride apart) times column k, which load(k, w)
 // puts in w.
 template <int R, class Load>
-inline void panel_chains(const float* x, Index from, Index to, Load load, F16 (&acc)[R][kTileVectors]) {
+inline void panel_chains(const float* x, Index x_stride, Index from, Index to, Load load, F16 (&acc)[R][kTileVectors]) {
+#pragma GCC unroll 4
     for (Index k = from; k < to; k++) {
         F16 w[kTileVectors];
         load(k, w);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            F16 value = F16::set(x[r * kBlock + k]);
+            F16 value = F16::set(x[r * x_stride + k]);
 #pragma GCC unroll 2
             for (int v = 0; v < kTileVectors; v++) acc[r][v] = fma(value, w[v], acc[r][v]);
         }

@@ -21,10 +21,26 @@ namespace {
 
 // Rows of the MLP computed at once: gate and up of a long prefill would not fit into the cache, nor cheaply into
 // memory.
-constexpr Index kMlpRows = 384;
+constexpr Index kMlpRows = 512;
 
 void require(bool good, const char* what, Index at) {
     if (!good) throw std::invalid_argument(std::string("decoder: ") + what + " of row " + std::to_string(at));
+}
+
+struct To {
+    const LinearWeights& weights;
+    float* y;
+};
+
+// Layers over the same x, dense [rows, in].
+LinearCall layers_over(const float* x, Index rows, std::initializer_list<To> layers) {
+    Index in = layers.begin()->weights.in;
+    LinearCall call{x, in, rows, in, {}, 0};
+    for (const To& to : layers) {
+        const LinearWeights& w = to.weights;
+        call.layers[call.count++] = {w.weight.data, w.weight.bf16, w.packed, w.bias.data, w.bias.bf16, w.out, to.y};
+    }
+    return call;
 }
 
 }  // namespace
@@ -37,31 +53,23 @@ void Decoder::check(const DecoderBatch& batch) const {
     }
 }
 
-void Decoder::linear(const LinearWeights& w, const float* x, float* y, Index rows, float* rounded) const {
-    if (w.packed.values)
-        return quantised_linear(kernels_, {x, w.in, rows, w.packed, w.bias.data, w.bias.bf16, y}, rounded);
-    kernels_.linear(x, w.in, w.weight.data, w.weight.bf16, w.bias.data, w.bias.bf16, y, rows, w.in, w.out);
+void Decoder::linear(const LinearCall& call, float* rounded) const {
+    if (call.layers[0].packed.values)
+        quantised_linear(kernels_, call, rounded);
+    else
+        kernels_.linear(call);
 }
 
 void Decoder::norm(const Parameter& weight, const float* x, float* y, Index rows, Index size) const {
     kernels_.rms_norm(x, weight.data, weight.bf16, y, rows, size, size, shape_.eps);
 }
 
-// x += y
-void Decoder::add(const float* y, float* x, Index rows) const {
-    Index n = shape_.hidden;
-    share_evenly(rows, true, [&](Index r) {
-        for (Index i = r * n; i < (r + 1) * n; i++) x[i] += y[i];
-    });
-}
-
 void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
                         const Scratch& s) const {
     Index rows = batch.tokens, heads = shape_.heads, kv_heads = shape_.kv_heads, dim = shape_.head_dim;
     norm(layer.input_norm, s.x, s.normed, rows, shape_.hidden);
-    linear(layer.query, s.normed, s.query, rows, s.rounded);
-    linear(layer.key, s.normed, s.key, rows, s.rounded);
-    linear(layer.value, s.normed, s.value, rows, s.rounded);
+    linear(layers_over(s.normed, rows, {{layer.query, s.query}, {layer.key, s.key}, {layer.value, s.value}}),
+           s.rounded);
     if (layer.query_norm.data) {
         norm(layer.query_norm, s.query, s.attended, rows * heads, dim);
         norm(layer.key_norm, s.key, s.projected, rows * kv_heads, dim);
@@ -73,18 +81,20 @@ void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, co
     kernels_.write_kv(s.rotated_key, kv_heads * dim, s.value, kv_heads * dim, layer.key_pages, layer.value_pages,
                       shape_.kv_type, batch.slots, rows, kv_heads, shape_.page_size, dim);
     plan.run(kernels_, layer.key_pages, layer.value_pages, s.rotated_query, s.attended, s.shares);
-    linear(layer.output, s.attended, s.projected, rows, s.rounded);
-    add(s.projected, s.x, rows);
+    LinearCall output = layers_over(s.attended, rows, {{layer.output, s.projected}});
+    output.finish = Finish::kAdd, output.residual = s.x;
+    linear(output, s.rounded);
     norm(layer.post_norm, s.x, s.normed, rows, shape_.hidden);
-    for (Index first = 0; first < rows; first += kMlpRows) {
-        Index some = std::min(kMlpRows, rows - first);
-        const float* x = s.normed + first * shape_.hidden;
-        linear(layer.gate, x, s.gate, some, s.rounded);
-        linear(layer.up, x, s.up, some, s.rounded);
-        kernels_.silu_product(s.gate, layer.gate.out, s.up, layer.up.out, s.gate, some, layer.gate.out);
-        linear(layer.down, s.gate, s.projected + first * shape_.hidden, some, s.rounded);
+    Index parts = (rows + kMlpRows - 1) / kMlpRows;
+    for (Index part = 0; part < parts; part++) {
+        Index first = rows * part / parts, some = rows * (part + 1) / parts - first;
+        LinearCall gate = layers_over(s.normed + first * shape_.hidden, some, {{layer.gate, s.gate}, {layer.up, s.up}});
+        gate.finish = Finish::kSiluProduct;
+        linear(gate, s.rounded);
+        LinearCall down = layers_over(s.gate, some, {{layer.down, s.projected}});
+        down.finish = Finish::kAdd, down.residual = s.x + first * shape_.hidden;
+        linear(down, s.rounded);
     }
-    add(s.projected, s.x, rows);
 }
 
 void Decoder::run(const DecoderBatch& batch, float* hidden) {

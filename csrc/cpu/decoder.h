@@ -60,9 +60,8 @@ class Decoder {
     void check(const DecoderBatch& batch) const;
     void run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
                    const Scratch& scratch) const;
-    void linear(const LinearWeights& weights, const float* x, float* y, Index rows, float* rounded) const;
+    void linear(const LinearCall& call, float* rounded) const;
     void norm(const Parameter& weight, const float* x, float* y, Index rows, Index size) const;
-    void add(const float* y, float* x, Index rows) const;
 
     const Kernels& kernels_;
     DecoderShape shape_;

@@ -94,14 +94,30 @@ struct PackedWeight {
     Index bits, in, out, scale_groups, scale_shift;
 };
 
-// The arguments of ops.quantised_linear. x: rows lie x_stride floats apart.
-struct QuantisedCall {
-    const float* x;
-    Index x_stride, rows;
-    PackedWeight weight;
-    const void* bias;
+// A linear layer: W [out, in], either in place or `packed`, and where its outputs go, dense [rows, out].
+struct LinearLayer {
+    const void* weight;
+    bool weight_bf16;
+    PackedWeight packed;
+    const void* bias;  // may be null
     bool bias_bf16;
+    Index out;
     float* y;
+};
+
+// What becomes of the sums: each layer's y; or they are added to `residual`; or y of the first layer takes
+// silu(the first layer's) * the second's. In the last two cases y of all layers is scratch, too.
+enum class Finish { kStore, kAdd, kSiluProduct };
+
+// Up to three linear layers over the same x [rows, in], whose rows lie x_stride floats apart: all in place or all
+// packed.
+struct LinearCall {
+    const float* x;
+    Index x_stride, rows, in;
+    LinearLayer layers[3];
+    Index count = 1;
+    Finish finish = Finish::kStore;
+    float* residual = nullptr;
 };
 
 // Rows of x rounded to int8, `groups` groups each: values, and each group's scale and sum of values.
@@ -119,10 +135,8 @@ struct Kernels {
     void (*rms_norm)(const float* x, const void* weight, bool weight_bf16, float* out, Index rows, Index n,
                      Index x_stride, float eps);
 
-    // y[r][o] = sum_k x[r][k] weight[o][k] + bias[o]; x rows lie x_stride floats apart, the rest is dense; bias may be
-    // null.
-    void (*linear)(const float* x, Index x_stride, const void* weight, bool weight_bf16, const void* bias,
-                   bool bias_bf16, float* y, Index rows, Index in, Index out);
+    // y[r][o] = sum_k x[r][k] weight[o][k] + bias[o], of layers in place.
+    void (*linear)(const LinearCall& call);
 
     // Folds a piece's tiles into its rows, or leaves the tiles' shares in `shares` for attention_fold to fold.
     void (*attention_piece)(const AttentionCall& call, const AttentionPiece& piece, float* shares);
@@ -166,7 +180,8 @@ struct Kernels {
     double (*read_memory)(const float* data, Index n);
 
     void (*quantise_row)(const float* x, Index in, std::int8_t* values, float* scales, std::int32_t* sums);
-    void (*quantised_panel)(const QuantisedCall& call, const QuantisedRows& x, Index panel, Index first, Index last);
+    void (*quantised_panel)(const LinearCall& call, const QuantisedRows& x, Index layer, Index panel, Index first,
+                            Index last);
 };
 
 // How the work of ops.paged_attention is dealt out over threads, which does not show in the results. One plan serves
@@ -213,8 +228,8 @@ class AttentionPlan {
 // Bytes of scratch that quantised_linear needs for the rounded x.
 Index quantised_scratch(Index rows, Index in);
 
-// ops.quantised_linear. Called by one thread or by all of a team, as the kernels are.
-void quantised_linear(const Kernels& kernels, const QuantisedCall& call, void* scratch);
+// Packed layers: ops.quantised_linear. Called by one thread or by all of a team, as the kernels are.
+void quantised_linear(const Kernels& kernels, const LinearCall& call, void* scratch);
 
 // The gradient of ops.attend; it adds to key_grad and value_grad. Throws std::invalid_argument as paged_attention does,
 // and when spans see one row at different positions.

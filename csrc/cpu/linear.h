@@ -1,11 +1,12 @@
-// y = x W^T + b with W in the checkpoint's [out, in] rows, read in place.
+// y = x W^T + b with W in the checkpoint's [out, in] rows, read in place; up to three such layers over one x at once.
 //
-// Order: that of chains.h over the `in` axis, then the bias. Two forms keep it:
+// Order: that of chains.h over the `in` axis, then the bias, then what `finish` asks for. Two forms keep it:
 //   few rows   sixteen rows of W at a time are transposed in registers and used at once: W is read once, nothing is
 //   stored; many rows  a block of W is transposed into a thread's buffer and used for all rows of x.
 #pragma once
 
 #include "chains.h"
+#include "elementwise.h"
 #include "team.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
@@ -15,8 +16,10 @@ constexpr int kFewRows = 24;
 #else
 constexpr int kFewRows = 8;
 #endif
+// Of few rows: blocks of W that the cache is asked for in advance.
+constexpr Index kFarBlocks = 16, kNearBlocks = 8;
 // Of the form for many rows: what one task computes at most, and the least rows worth a transposed copy of the weights.
-constexpr Index kTaskOutputs = 192, kTaskRows = 384, kLeastTaskRows = 96;
+constexpr Index kTaskOutputs = 96, kTaskRows = 512, kLeastTaskRows = 96;
 constexpr Index kPanelAhead = 8;  // columns of a panel that the cache is asked for in advance: they come from L2
 
 // Pointers to sixteen rows of W from row n on; beyond the last one they repeat it, and nobody looks at the results.
@@ -43,33 +46,67 @@ inline void store_outputs(F16 v, float* y, Index valid) {
         store_first(v, y, valid);
 }
 
-struct LinearCall {
-    const float* x;
-    Index x_stride;
-    const void* weight;
-    const void* bias;
-    bool bias_bf16;
-    float* y;
-    Index rows, in, out;
-};
+// The layers whose sums one task or group makes: one, or a gate and what it opens.
+inline Index layers_at_once(const LinearCall& c) { return c.finish == Finish::kSiluProduct ? 2 : 1; }
+
+// `sums` of layer l, without bias: sixteen outputs of row m from n on. `others`: those of the layer after it.
+inline void finish_outputs(const LinearCall& c, Index l, Index m, Index n, F16 sums, F16 others) {
+    auto with_bias = [n](const LinearLayer& layer, F16 v) {
+        return layer.bias ? v + load_bias(layer.bias, layer.bias_bf16, n, layer.out) : v;
+    };
+    const LinearLayer& layer = c.layers[l];
+    Index valid = smaller(kWidth, layer.out - n), at = m * layer.out + n;
+    sums = with_bias(layer, sums);
+    if (c.finish == Finish::kAdd) {
+        F16 before = valid == kWidth ? F16::load(c.residual + at) : load_first(c.residual + at, valid);
+        store_outputs(before + sums, c.residual + at, valid);
+    } else {
+        bool pair = c.finish == Finish::kSiluProduct;
+        store_outputs(pair ? silu_product(sums, with_bias(c.layers[l + 1], others)) : sums, layer.y + at, valid);
+    }
+}
 
 // ---- few rows ----
 
-template <class T>
-void linear_few_rows(const LinearCall& c) {
-    share_evenly(divide_up(c.out, kWidth), c.out * c.in > 65536, [&](Index group) {
+// total[r]: sixteen outputs of row m + r from output n on.
+template <int R, class T>
+void sixteen_outputs(const LinearCall& c, const LinearLayer& layer, Index m, Index n, F16 (&total)[R]) {
+    const T* weight_rows[kWidth];
+    row_pointers(static_cast<const T*>(layer.weight), c.in, layer.out, n, weight_rows);
+    // So many blocks further on, and beyond the end of these rows in the next sixteen.
+    auto beyond = [&c](Index k, Index blocks) {
+        Index distance = blocks * Block<T>::kDepth;
+        return k + distance < c.in ? distance : distance + (kWidth - 1) * c.in;
+    };
+    sixteen_chains<R, T>(c.x + m * c.x_stride, c.x_stride, weight_rows, c.in, total,
+                         [&](Index k) { return Ahead{beyond(k, kFarBlocks), beyond(k, kNearBlocks)}; });
+}
+
+template <int R>
+void sixteen_outputs(const LinearCall& c, Index l, Index m, Index n, F16 (&total)[R]) {
+    if (c.layers[l].weight_bf16)
+        sixteen_outputs<R, BFloat16>(c, c.layers[l], m, n, total);
+    else
+        sixteen_outputs<R, float>(c, c.layers[l], m, n, total);
+}
+
+inline void linear_few_rows(const LinearCall& c) {
+    Index together = layers_at_once(c), groups = 0, outputs = 0;
+    for (Index l = 0; l < c.count; l += together) {
+        groups += divide_up(c.layers[l].out, kWidth);
+        outputs += together * c.layers[l].out;
+    }
+    share_evenly(groups, outputs * c.in > 65536, [&](Index group) {
+        Index l = 0;
+        for (; group >= divide_up(c.layers[l].out, kWidth); l++) group -= divide_up(c.layers[l].out, kWidth);
         Index n = group * kWidth;
-        const T* weight_rows[kWidth];
-        row_pointers(static_cast<const T*>(c.weight), c.in, c.out, n, weight_rows);
-        F16 bias = c.bias ? load_bias(c.bias, c.bias_bf16, n, c.out) : F16::zero();
         for (Index m = 0; m < c.rows; m += kPassRows)
             with_rows<kPassRows>(smaller(kPassRows, c.rows - m), [&](auto count) {
                 constexpr int R = decltype(count)::value;
-                F16 total[R] = {};
-                sixteen_chains<R, T>(c.x + m * c.x_stride, c.x_stride, weight_rows, c.in, total, kWidth * c.in);
-                for (int r = 0; r < R; r++)
-                    store_outputs(c.bias ? total[r] + bias : total[r], c.y + (m + r) * c.out + n,
-                                  smaller(kWidth, c.out - n));
+                F16 total[R] = {}, others[R] = {};
+                sixteen_outputs<R>(c, l, m, n, total);
+                if (together == 2) sixteen_outputs<R>(c, l + 1, m, n, others);
+                for (int r = 0; r < R; r++) finish_outputs(c, l, m + r, n, total[r], others[r]);
             });
     });
 }
@@ -105,9 +142,10 @@ inline void add_outputs(F16 v, float* y, Index valid, bool first) {
         store_first(first ? v : load_first(y, valid) + v, y, valid);
 }
 
-// R rows x one panel over one block of k. x: R rows, kBlock apart. Adds to y, or with `first` sets it.
+// R rows x one panel over one block of k. x: R rows, x_stride apart. Adds to y, or with `first` sets it.
 template <int R>
-void tile(const float* x, const float* panel, Index depth, float* y, Index y_stride, Index valid, bool first) {
+void tile(const float* x, Index x_stride, const float* panel, Index depth, float* y, Index y_stride, Index valid,
+          bool first) {
     F16 acc[R][kTileVectors];
     set_zero(acc);
     auto load = [panel](Index k, F16(&w)[kTileVectors]) {
@@ -118,7 +156,7 @@ void tile(const float* x, const float* panel, Index depth, float* y, Index y_str
             __builtin_prefetch(column + kPanelAhead * kPanel + v * kWidth);
         }
     };
-    panel_chains(x, 0, depth, load, acc);
+    panel_chains(x, x_stride, 0, depth, load, acc);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -126,78 +164,84 @@ void tile(const float* x, const float* panel, Index depth, float* y, Index y_str
             add_outputs(acc[r][v], y + r * y_stride + v * kWidth, valid - v * kWidth, first);
 }
 
-// Rows of x into a tile's buffer; asks the cache for as many of the `more` rows that follow.
-inline void copy_rows(const float* x, Index x_stride, Index rows, Index depth, float* to, Index more) {
-    for (Index r = 0; r < rows; r++) {
-        std::memcpy(to + r * kBlock, x + r * x_stride, depth * sizeof(float));
-        if (r >= more) continue;
-        for (Index k = 0; k < depth; k += kWidth) __builtin_prefetch(x + (rows + r) * x_stride + k, 0, 2);
-    }
+// The transposed copy of columns start .. start + depth of the rows n0 .. n1 of W.
+inline void fill_panels(const LinearCall& c, const LinearLayer& layer, Index n0, Index n1, Index start, Index depth,
+                        float* panels) {
+    for (Index n = n0; n < n1; n += kPanel, panels += kPanel * kBlock)
+        if (layer.weight_bf16)
+            fill_panel(static_cast<const BFloat16*>(layer.weight), c.in, layer.out, n, start, depth, panels);
+        else
+            fill_panel(static_cast<const float*>(layer.weight), c.in, layer.out, n, start, depth, panels);
 }
 
-// The outputs n0 .. n1 of rows m0 .. m1.
-template <class T>
-void linear_task(const LinearCall& c, Index m0, Index m1, Index n0, Index n1) {
-    alignas(64) float panels[kTaskOutputs * kBlock];
-    alignas(64) float x[kTileRows * kBlock];
+// Rows that lie a multiple of 4 KiB apart meet in the same few lines of the first-level cache: a tile of them is
+// copied.
+inline bool rows_collide(Index x_stride) { return x_stride % 1024 == 0; }
+
+// The outputs n0 .. n1 of rows m0 .. m1 of layer l (and the next, where two are finished together).
+inline void linear_task(const LinearCall& c, Index l, Index m0, Index m1, Index n0, Index n1) {
+    alignas(64) float panels[2 * kTaskOutputs * kBlock];
+    alignas(64) float copy[kTileRows * kBlock];
+    Index together = layers_at_once(c), panel_floats = (n1 - n0) * kBlock;
+    bool finishes = c.finish != Finish::kStore || c.layers[l].bias, copies = rows_collide(c.x_stride);
     for (Index start = 0; start < c.in; start += kBlock) {
         Index depth = smaller(kBlock, c.in - start);
-        for (Index n = n0; n < n1; n += kPanel)
-            fill_panel(static_cast<const T*>(c.weight), c.in, c.out, n, start, depth, panels + (n - n0) * kBlock);
+        for (Index i = 0; i < together; i++)
+            fill_panels(c, c.layers[l + i], n0, n1, start, depth, panels + i * panel_floats);
         for (Index m = m0; m < m1; m += kTileRows) {
-            Index rows = smaller(kTileRows, m1 - m);
-            copy_rows(c.x + m * c.x_stride + start, c.x_stride, rows, depth, x, m1 - m - rows);
+            Index rows = smaller(kTileRows, m1 - m), stride = copies ? kBlock : c.x_stride;
+            const float* x = c.x + m * c.x_stride + start;
+            if (copies) {
+                for (Index r = 0; r < rows; r++)
+                    std::memcpy(copy + r * kBlock, x + r * c.x_stride, depth * sizeof(float));
+                x = copy;
+            }
+            for (Index r = rows; r < smaller(2 * rows, m1 - m); r++)
+                for (Index k = 0; k < depth; k += kWidth)
+                    __builtin_prefetch(c.x + (m + r) * c.x_stride + start + k, 0, 2);
             with_rows<kTileRows>(rows, [&](auto count) {
-                for (Index n = n0; n < n1; n += kPanel)
-                    tile<decltype(count)::value>(x, panels + (n - n0) * kBlock, depth, c.y + m * c.out + n, c.out,
-                                                 c.out - n, start == 0);
+                for (Index i = 0; i < together; i++) {
+                    const LinearLayer& layer = c.layers[l + i];
+                    for (Index n = n0; n < n1; n += kPanel)
+                        tile<decltype(count)::value>(x, stride, panels + i * panel_floats + (n - n0) * kBlock, depth,
+                                                     layer.y + m * layer.out + n, layer.out, layer.out - n, start == 0);
+                }
             });
+            if (!finishes || start + depth < c.in) continue;
+            for (Index r = m; r < m + rows; r++)
+                for (Index n = n0; n < smaller(n1, c.layers[l].out); n += kWidth) {
+                    Index valid = smaller(kWidth, c.layers[l].out - n), at = r * c.layers[l].out + n;
+                    auto sums = [&](Index i) {
+                        const float* y = c.layers[i].y + at;
+                        return valid == kWidth ? F16::load(y) : load_first(y, valid);
+                    };
+                    finish_outputs(c, l, r, n, sums(l), together == 2 ? sums(l + 1) : F16::zero());
+                }
         }
     }
-    if (!c.bias) return;
-    for (Index m = m0; m < m1; m++)
-        for (Index n = n0; n < n1; n += kWidth) {
-            Index valid = smaller(kWidth, c.out - n);
-            float* to = c.y + m * c.out + n;
-            F16 sum =
-                (valid == kWidth ? F16::load(to) : load_first(to, valid)) + load_bias(c.bias, c.bias_bf16, n, c.out);
-            store_outputs(sum, to, valid);
-        }
 }
 
 // Cuts the work into enough tasks for all threads. (How it is cut does not show in the results.)
-template <class T>
-void linear_many_rows(const LinearCall& c) {
-    Index wanted = 2 * max_threads();
-    Index across = divide_up(c.out, kTaskOutputs);
+inline void linear_many_rows(const LinearCall& c) {
+    Index wanted = 2 * max_threads(), together = layers_at_once(c), across = 0;
+    for (Index l = 0; l < c.count; l += together) across += divide_up(c.layers[l].out, kTaskOutputs);
     Index down = divide_up(c.rows, kTaskRows);
     if (across * down < wanted) down = larger(down, smaller(divide_up(wanted, across), c.rows / kLeastTaskRows));
-    if (across * down < wanted) across = smaller(divide_up(wanted, down), divide_up(c.out, kPanel));
-    Index task_outputs = divide_up(divide_up(c.out, across), kPanel) * kPanel;
     Index task_rows = divide_up(divide_up(c.rows, down), kTileRows) * kTileRows;
-    across = divide_up(c.out, task_outputs);
     down = divide_up(c.rows, task_rows);
     share_by_demand(across * down, true, [&](Index task) {
-        Index n = task % across * task_outputs, m = task / across * task_rows;
-        linear_task<T>(c, m, smaller(m + task_rows, c.rows), n, smaller(n + task_outputs, c.out));
+        Index m = task / across * task_rows, l = 0, n = task % across * kTaskOutputs;
+        for (; n >= c.layers[l].out; l += together) n -= divide_up(c.layers[l].out, kTaskOutputs) * kTaskOutputs;
+        Index end = divide_up(smaller(n + kTaskOutputs, c.layers[l].out), kPanel) * kPanel;
+        linear_task(c, l, m, smaller(m + task_rows, c.rows), n, end);
     });
 }
 
-template <class T>
-void linear_rows(const LinearCall& c) {
+inline void linear(const LinearCall& c) {
     if (c.rows <= kFewRows)
-        linear_few_rows<T>(c);
+        linear_few_rows(c);
     else
-        linear_many_rows<T>(c);
-}
-
-inline void linear(const float* x, Index x_stride, const void* weight, bool weight_bf16, const void* bias,
-                   bool bias_bf16, float* y, Index rows, Index in, Index out) {
-    LinearCall call{x, x_stride, weight, bias, bias_bf16, y, rows, in, out};
-    if (weight_bf16)
-        linear_rows<BFloat16>(call);
-    else
-        linear_rows<float>(call);
+        linear_many_rows(c);
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

@@ -9,7 +9,7 @@
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 
 // What one task computes at most, and the unit of its rows: whole tiles, whole transposed blocks.
-constexpr Index kProductRows = 192, kProductColumns = kTaskOutputs, kProductUnit = 48;
+constexpr Index kProductRows = 192, kProductColumns = 192, kProductUnit = 48;
 static_assert(kProductUnit % kTileRows == 0 && kProductUnit % kWidth == 0 && kProductRows % kProductUnit == 0);
 
 // The matrix in its own layout: rows `stride` elements apart, dense along the columns.
@@ -72,7 +72,7 @@ void product_task(const Left& left, const Right& right, float* y, Index columns,
         for (Index m = m0; m < m1; m += kTileRows)
             with_rows<kTileRows>(smaller(kTileRows, m1 - m), [&](auto count) {
                 for (Index n = n0; n < n1; n += kPanel)
-                    tile<decltype(count)::value>(rows + (m - m0) * kBlock, panels + (n - n0) * kBlock, some,
+                    tile<decltype(count)::value>(rows + (m - m0) * kBlock, kBlock, panels + (n - n0) * kBlock, some,
                                                  y + m * columns + n, columns, columns - n, start == 0 && !add);
             });
     }

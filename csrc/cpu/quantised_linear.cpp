@@ -18,24 +18,27 @@ Index quantised_scratch(Index rows, Index in) {
     return rows * groups_of(in) * Index(sizeof(float) + sizeof(std::int32_t) + kQuantisedGroup);
 }
 
-void quantised_linear(const Kernels& kernels, const QuantisedCall& c, void* scratch) {
-    Index in = c.weight.in, out = c.weight.out, groups = groups_of(in);
+void quantised_linear(const Kernels& kernels, const LinearCall& c, void* scratch) {
+    Index groups = groups_of(c.in), together = c.finish == Finish::kSiluProduct ? 2 : 1, panels = 0;
     float* scales = static_cast<float*>(scratch);
     std::int32_t* sums = reinterpret_cast<std::int32_t*>(scales + c.rows * groups);
     std::int8_t* values = reinterpret_cast<std::int8_t*>(sums + c.rows * groups);
-    share_evenly(c.rows, c.rows * in > kParallelWork, [&](Index r) {
-        kernels.quantise_row(c.x + r * c.x_stride, in, values + r * groups * kQuantisedGroup, scales + r * groups,
+    share_evenly(c.rows, c.rows * c.in > kParallelWork, [&](Index r) {
+        kernels.quantise_row(c.x + r * c.x_stride, c.in, values + r * groups * kQuantisedGroup, scales + r * groups,
                              sums + r * groups);
     });
     QuantisedRows x{values, scales, sums, groups};
-    Index panels = (out + kPanelOutputs - 1) / kPanelOutputs, blocks = (c.rows + kTaskRows - 1) / kTaskRows;
+    auto panels_of = [&c](Index l) { return (c.layers[l].out + kPanelOutputs - 1) / kPanelOutputs; };
+    for (Index l = 0; l < c.count; l += together) panels += panels_of(l);
+    Index blocks = (c.rows + kTaskRows - 1) / kTaskRows;
     auto task = [&](Index t) {
-        Index first = t / panels * kTaskRows;
-        kernels.quantised_panel(c, x, t % panels, first, std::min(first + kTaskRows, c.rows));
+        Index first = t / panels * kTaskRows, panel = t % panels, l = 0;
+        for (; panel >= panels_of(l); l += together) panel -= panels_of(l);
+        kernels.quantised_panel(c, x, l, panel, first, std::min(first + kTaskRows, c.rows));
     };
     // Few rows read the weights once: each thread gets one stream.
     if (blocks == 1)
-        share_evenly(panels, c.rows * in * out > kParallelWork, task);
+        share_evenly(panels, c.rows * c.in * panels * kPanelOutputs > kParallelWork, task);
     else
         share_by_demand(blocks * panels, true, task);
 }

@@ -150,26 +150,26 @@ void quantised_sums(const PackedWeight& w, const QuantisedRows& x, Index panel, 
     }
 }
 
-template <class Weights>
-void quantised_panel(const QuantisedCall& c, const QuantisedRows& x, Index panel, Index first, Index last) {
-    Index n = panel * kWidth, out = c.weight.out;
-    F16 bias = c.bias ? load_bias(c.bias, c.bias_bf16, n, out) : F16::zero();
+template <int R>
+void quantised_sums(const PackedWeight& w, const QuantisedRows& x, Index panel, Index row, F16 (&total)[R]) {
+    if (w.bits == 8)
+        quantised_sums<Int8, R>(w, x, panel, row, total);
+    else
+        quantised_sums<Int4, R>(w, x, panel, row, total);
+}
+
+// The outputs 16 panel .. 16 panel + 15 of rows first .. last of layer l.
+inline void quantised_panel(const LinearCall& c, const QuantisedRows& x, Index l, Index panel, Index first,
+                            Index last) {
+    bool pair = layers_at_once(c) == 2;
     for (Index row = first; row < last; row += kQuantisedRows)
         with_rows<kQuantisedRows>(smaller(kQuantisedRows, last - row), [&](auto count) {
             constexpr int R = decltype(count)::value;
-            F16 total[R];
-            quantised_sums<Weights>(c.weight, x, panel, row, total);
-            for (int r = 0; r < R; r++)
-                store_outputs(c.bias ? total[r] + bias : total[r], c.y + (row + r) * out + n, smaller(kWidth, out - n));
+            F16 total[R], others[R] = {};
+            quantised_sums<R>(c.layers[l].packed, x, panel, row, total);
+            if (pair) quantised_sums<R>(c.layers[l + 1].packed, x, panel, row, others);
+            for (int r = 0; r < R; r++) finish_outputs(c, l, row + r, panel * kWidth, total[r], others[r]);
         });
-}
-
-// The outputs 16 panel .. 16 panel + 15 of rows first .. last.
-inline void quantised_panel(const QuantisedCall& c, const QuantisedRows& x, Index panel, Index first, Index last) {
-    if (c.weight.bits == 8)
-        quantised_panel<Int8>(c, x, panel, first, last);
-    else
-        quantised_panel<Int4>(c, x, panel, first, last);
 }
 
 }  // namespace palimpsest::cpu::PALIMPSEST_ISA

@@ -106,12 +106,29 @@ struct Block<BFloat16> {
     static F16 column(const F16 (&t)[kWidth], int k) { return k % 2 == 0 ? widen_low(t[k / 2]) : widen_high(t[k / 2]); }
 };
 
-// A block of sixteen rows, transposed: rows[j][k .. k + kDepth) becomes lane j of the columns. Asks the cache for the
-// block `ahead` elements further on: the hardware sees sixteen short streams and fetches too little by itself.
+// How many elements further on the cache is asked for a block: the hardware sees sixteen short streams and fetches too
+// little by itself. Twice, as a core drops requests while too many are under way.
+struct Ahead {
+    Index far, near;
+};
+
 template <class T>
-inline void load_transposed(const T* const (&rows)[kWidth], Index k, F16 (&t)[kWidth], Index ahead) {
+inline void prefetch_block(const T* const (&rows)[kWidth], Index k, Index ahead) {
 #pragma GCC unroll 16
     for (int j = 0; j < kWidth; j++) __builtin_prefetch(rows[j] + k + ahead, 0, 2);
+}
+
+template <class T>
+inline void prefetch_block(const T* const (&rows)[kWidth], Index k, Ahead ahead) {
+    prefetch_block(rows, k, ahead.far);
+    prefetch_block(rows, k, ahead.near);
+}
+
+// A block of sixteen rows, transposed: rows[j][k .. k + kDepth) becomes lane j of the columns. ahead: an Index or
+// Ahead.
+template <class T, class Distance>
+inline void load_transposed(const T* const (&rows)[kWidth], Index k, F16 (&t)[kWidth], Distance ahead) {
+    prefetch_block(rows, k, ahead);
 #pragma GCC unroll 16
     for (int j = 0; j < kWidth; j++) t[j] = F16::load(reinterpret_cast<const float*>(rows[j] + k));
     transpose(t);
@@ -126,7 +143,7 @@ inline void load_transposed_rest(const T* const (&rows)[kWidth], Index k, Index 
         std::memcpy(block[j], rows[j] + k, rest * sizeof(T));
         copies[j] = block[j];
     }
-    load_transposed(copies, 0, t, 0);
+    load_transposed(copies, 0, t, Index(0));
 }
 
 // Eight columns of sixteen rows, 32 bits wide, and how many columns of elements those are. A smaller block than above:
