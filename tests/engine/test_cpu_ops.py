@@ -76,3 +76,10 @@ def test_the_kernels_are_what_runs() -> None:
     chosen = ops.select("cpu", torch.float32, torch.float32, head_dim=64, group=1)
     for name in ops.OP_NAMES:
         assert getattr(chosen, name).__module__ == "palimpsest.engine.autograd"  # cpu.py, and gradients
+
+
+def test_huge_pages_leave_what_lies_in_them() -> None:
+    held = torch.randn(3, 1 << 20)
+    before = held.clone()
+    cpu.use_huge_pages([held[0], held[1], torch.empty(0)])
+    assert torch.equal(held, before)
