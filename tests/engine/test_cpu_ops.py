@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from palimpsest import Completion, Engine, EngineConfig, SamplingParams
-from palimpsest.engine import ops
+from palimpsest.engine import cpu, ops
 from palimpsest.tests.tiny_models import make_model_folder
 
 pytest.importorskip("palimpsest._C", reason="the extension is not built")
