@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine import cpu
 from ..engine.errors import ConfigError
 from .costs import Cost
 
@@ -46,6 +47,7 @@ class Probe:
             ) from error
         self._kernels = _C.CpuKernels("best")
         self._memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+        cpu.use_huge_pages([self._memory])  # as the weights lie
         self.isa = self._kernels.isa
         self.best = Limits(0.0, 0.0)
 

@@ -22,9 +22,9 @@ void check_spans(const AttentionCall& c) {
     }
 }
 
-std::vector<AttentionTask> attention_tasks(const AttentionCall& c) {
+std::vector<AttentionTask> attention_tasks(const AttentionCall& c, Index rows) {
     std::vector<AttentionTask> tasks;
-    Index most = std::max<Index>(1, kAttentionMaxRows / (c.heads / c.kv_heads));
+    Index most = std::max<Index>(1, rows / (c.heads / c.kv_heads));
     for (Index span = 0; span < c.spans; span++) {
         Index tokens = c.query_start[span + 1] - c.query_start[span];
         for (Index head = 0; head < c.kv_heads; head++)
@@ -51,7 +51,7 @@ const std::int32_t* pages_of(const AttentionCall& c, const AttentionTask& task) 
 // Tiles from the start on that lie before all rows of a task: what it may share with others. Many rows make good use of
 // a tile by themselves.
 Index shareable_tiles(const AttentionCall& c, const AttentionTask& task) {
-    bool few = 2 * task.tokens * (c.heads / c.kv_heads) <= kAttentionMaxRows;
+    bool few = 2 * task.tokens * (c.heads / c.kv_heads) <= kAttentionPieceRows;
     return few ? first_position(c, task) / kAttentionTile : 0;
 }
 
@@ -72,7 +72,7 @@ Index common_tiles(const AttentionCall& c, const AttentionTask& a, const Attenti
 
 AttentionPlan::AttentionPlan(const AttentionCall& c) : call_(c) {
     check_spans(c);
-    std::vector<AttentionTask> tasks = attention_tasks(c);
+    std::vector<AttentionTask> tasks = attention_tasks(c, kAttentionPieceRows);
     tasks.erase(std::remove_if(tasks.begin(), tasks.end(), [](const AttentionTask& t) { return t.kv_head > 0; }),
                 tasks.end());
     // Those with the same pages become neighbours.
@@ -104,10 +104,10 @@ void AttentionPlan::share(const std::vector<AttentionTask>& tasks, const std::ve
     }
 }
 
-// For each key head, in works of at most kAttentionMaxRows rows.
+// For each key head, in works of at most kAttentionPieceRows rows.
 void AttentionPlan::add(std::size_t level, const AttentionTask* tasks, Index count, Index first_tile, Index last_tile) {
     if (levels_.size() <= level) levels_.resize(level + 1);
-    Index most = kAttentionMaxRows / (call_.heads / call_.kv_heads);
+    Index most = kAttentionPieceRows / (call_.heads / call_.kv_heads);
     for (Index head = 0; head < call_.kv_heads; head++) {
         Index tokens = most;  // of the work being filled; at first there is none
         for (Index i = 0; i < count; i++) {

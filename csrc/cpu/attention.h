@@ -22,12 +22,13 @@
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 
 constexpr Index kTile = kAttentionTile, kMaxDim = kAttentionMaxDim, kMaxRows = kAttentionMaxRows;
+constexpr Index kPieceRows = kAttentionPieceRows;
 static_assert(kTile <= kBlock && kMaxDim <= kBlock, "a chain fits into one block of chains.h");
 
 // What stays the same over the tiles of a piece.
 struct Rows {
-    alignas(64) float query[kMaxRows * kBlock];
-    Index position[kMaxRows], number[kMaxRows];  // number: token * heads + head
+    alignas(64) float query[kPieceRows * kBlock];
+    Index position[kPieceRows], number[kPieceRows];  // number: token * heads + head
     Index count = 0;
 };
 
@@ -203,23 +204,28 @@ void scores_many(const AttentionCall& c, const Rows& rows, Index first, const fl
 // Turns the first `count` scores of a row into weights, and sets the tile's largest and sum. scales: of int8, or null.
 inline void softmax_row(float* scores, Index count, const Scales* scales, float* tile) {
     F16 lowest = F16::set(-INFINITY), top = lowest, sums = F16::zero();
-    for (Index t = 0; t < count; t += kWidth) {
-        F16 score = F16::load(scores + t);
-        if (scales) {
-            score = score * F16::load(scales->key + t);
-            score.store(scores + t);
-        }
-        top = maximum(top, keep_first(score, count - t, lowest));
-    }
+    Index whole = count / kWidth * kWidth, rest = count - whole;
+    if (scales)
+        for (Index t = 0; t < count; t += kWidth)
+            (F16::load(scores + t) * F16::load(scales->key + t)).store(scores + t);
+    for (Index t = 0; t < whole; t += kWidth) top = maximum(top, F16::load(scores + t));
+    if (rest) top = maximum(top, keep_first(F16::load(scores + whole), rest, lowest));
     tile[0] = largest(top);
     top = F16::set(tile[0]);
-    for (Index t = 0; t < count; t += kWidth) {
-        F16 weight = keep_first(exp_below(F16::load(scores + t) - top), count - t, F16::zero());
-        sums = sums + weight;
-        if (scales) weight = weight * F16::load(scales->value + t);
+    for (Index t = 0; t < whole; t += kWidth) {
+        F16 weight = exp_below(F16::load(scores + t) - top);
         weight.store(scores + t);
+        sums = sums + weight;
+    }
+    if (rest) {
+        F16 weight = keep_first(exp_below(F16::load(scores + whole) - top), rest, F16::zero());
+        weight.store(scores + whole);
+        sums = sums + weight;
     }
     tile[1] = sum(sums);
+    if (scales)
+        for (Index t = 0; t < count; t += kWidth)
+            (F16::load(scores + t) * F16::load(scales->value + t)).store(scores + t);
 }
 
 // Continues the outputs of R rows (at `out`, `stride` apart) over the tokens from .. to, for V vectors from d on. Asks
@@ -378,7 +384,7 @@ void attention_tiles(const AttentionCall& c, const AttentionPiece& piece, const 
 inline void attention_piece(const AttentionCall& c, const AttentionPiece& piece, float* shares) {
     Rows rows;
     for (Index i = 0; i < piece.task_count; i++) read_rows(c, piece.tasks[i], rows);
-    alignas(64) float states[kMaxRows * (kHeader + kMaxDim)];
+    alignas(64) float states[kPieceRows * (kHeader + kMaxDim)];
     float* running = shares ? nullptr : states;
     Index stride = attention_share(c.head_dim);
     if (running && piece.first_tile > 0)

@@ -41,7 +41,7 @@ void attention_backward(const Kernels& kernels, const AttentionGradCall& g) {
     const AttentionCall& c = g.forward;
     check_spans(c);
     std::vector<std::vector<Index>> sets = families(c);
-    std::vector<AttentionTask> query_tasks = attention_tasks(c);
+    std::vector<AttentionTask> query_tasks = attention_tasks(c, kAttentionMaxRows);
     std::vector<KeyTask> key_tasks;
     for (const std::vector<Index>& set : sets) {
         Index longest = 0;

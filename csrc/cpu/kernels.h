@@ -11,8 +11,9 @@ namespace palimpsest::cpu {
 
 using Index = std::int64_t;
 
-// Attention: tokens of a tile, largest head size, most rows (tokens x heads of a group) of a task.
-constexpr Index kAttentionTile = 128, kAttentionMaxDim = 256, kAttentionMaxRows = 96;
+// Attention: tokens of a tile, largest head size, most rows (tokens x heads of a group) of a piece of the forward pass
+// and of a task of the backward pass.
+constexpr Index kAttentionTile = 128, kAttentionMaxDim = 256, kAttentionPieceRows = 192, kAttentionMaxRows = 96;
 
 // Floats that a tile's share of one row takes.
 inline Index attention_share(Index head_dim) { return 16 + (head_dim + 31) / 32 * 32; }
@@ -52,8 +53,8 @@ struct AttentionTask {
     Index span, kv_head, first_token, tokens;
 };
 
-// The rows of some tasks with one key head, at most kAttentionMaxRows of them, over the tiles first_tile .. last_tile,
-// under which all of the tasks' spans have the same pages.
+// The rows of some tasks with one key head, at most kAttentionPieceRows of them, over the tiles first_tile ..
+// last_tile, under which all of the tasks' spans have the same pages.
 struct AttentionPiece {
     const AttentionTask* tasks;
     Index task_count, first_tile, last_tile;
