@@ -16,16 +16,30 @@ __all__ = ["REWARDS", "Reward", "Scorer", "boxed_exact", "em", "f1", "sub_em"]
 Reward = Callable[[str, Sequence[str]], float]
 
 BOXED_TAIL = 300  # characters of an answer that MemAgent's verifier looks at
-FRACTION = re.compile(r"\\frac(?!\{)(.)(.)")
-SLASH = re.compile(r"(-?\d+)/(-?\d+)")
+MATH_FORM = (  # in this order; both sides have been lowered
+    ("\n", ""),
+    ("\\!", ""),
+    ("\\\\", "\\"),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("\\$", ""),
+    ("\\%", ""),
+    (" .", " 0."),
+    ("{.", "{0."),
+    (" ", ""),
+)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def boxed_exact(answer: str, references: Sequence[str]) -> float:
     r"""1 if what the last \boxed{...} of the answer's last 300 characters holds is one of the references, else 0.
 
-    MemAgent's training verifier (arXiv 2507.02259, code): lower case, `\boxed x` and \fbox{...} too, both sides
-    normalised as for the MATH data set (arXiv 2103.03874, code); punctuation and articles stay.
+    MemAgent's training verifier (arXiv 2507.02259, code): lower case, `\boxed x` too, and before any other; both sides
+    lose spaces and some LaTeX that changes no value. Punctuation and articles stay, and 1/2 is not 0.5.
     """
     boxed = _last_boxed(answer[-BOXED_TAIL:].lower())
     if boxed is None:
@@ -89,12 +103,11 @@ class Scorer:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""What the last \boxed or \fbox holds; None without one, or when its brace is never closed."""
+    r"""What the last \boxed holds; None without one, or when its brace is never closed."""
     if "\\boxed " in text:
         return text.rpartition("\\boxed ")[2].partition("$")[0]
-    name = "\\boxed" if "\\boxed" in text else "\\fbox"
-    start = text.rfind(name)
-    opening = start + len(name)
+    start = text.rfind("\\boxed")
+    opening = start + len("\\boxed")
     if start < 0 or not text.startswith("{", opening):
         return None
     depth = 0
@@ -106,39 +119,9 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _math_form(text: str) -> str:
-    """The MATH data set's normalisation: spacing, fractions and units that do not change a number."""
-    for old, new in (
-        *(
-            ("\n", ""),
-            ("\\!", ""),
-            ("\\\\", "\\"),
-            ("tfrac", "frac"),
-            ("dfrac", "frac"),
-            ("\\left", ""),
-            ("\\right", ""),
-        ),
-        *(("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")),
-    ):
+    for old, new in MATH_FORM:
         text = text.replace(old, new)
-    text = text.partition("\\text{ ")[0]  # a unit
-    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
-    text = f"0{text}" if text.startswith(".") else text
-    name, equals, value = text.partition("=")
-    if equals and "=" not in value and len(name) <= 2:  # "k = 5"
-        text = value
-    text = re.sub(r"\\sqrt(?!\{)(.)", r"\\sqrt{\1}", text).replace(" ", "")
-    text = FRACTION.sub(_braced_fraction, text)
-    if text == "0.5":
-        return "\\frac{1}{2}"
-    slash = SLASH.fullmatch(text)
-    if slash and f"{int(slash[1])}/{int(slash[2])}" == text:
-        return f"\\frac{{{slash[1]}}}{{{slash[2]}}}"
     return text
-
-
-def _braced_fraction(match: re.Match[str]) -> str:
-    below = "{" if match[2] == "{" else f"{{{match[2]}}}"
-    return f"\\frac{{{match[1]}}}{below}"
 
 
 def _squad_form(text: str) -> str:
