@@ -18,7 +18,7 @@ from .statistics import LossStatistics
 __all__ = ["TokenRows", "needs_whole_turns", "policy_loss", "token_weights"]
 
 LARGEST_LOG_RATIO = 20.0  # exponentials beyond it would overflow, or decide everything alone (verl's bound)
-LARGEST_TURN_RATIO = 10.0  # the same for the ratio of a turn (verl's bound)
+LARGEST_TURN_LOG_RATIO = 10.0  # the same for the ratio of a turn (verl's bound)
 LARGEST_KL = 10.0  # of a token, in the loss (the published code's bound)
 
 
@@ -125,7 +125,7 @@ def _ratio(logprobs: Tensor, old: Tensor, turns: Tensor, config: AlgorithmConfig
     if config.ratio == "token":
         return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     mean = _by_turn(log_ratio.detach(), turns, mean=True)
-    return (mean + (logprobs - logprobs.detach())).clamp(max=LARGEST_TURN_RATIO).exp()
+    return (mean + (logprobs - logprobs.detach())).clamp(max=LARGEST_TURN_LOG_RATIO).exp()
 
 
 def _surrogate(

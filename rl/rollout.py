@@ -35,7 +35,7 @@ class Rollout:
 
         With dynamic sampling groups whose answers are all right or all wrong are left out, and as many further problems
         are taken, max_refills times; when then there is no group at all, it warns and gives those left out. Fewer come
-        when problems run out.
+        when problems run out. Closing the generator ends what still rolls out.
         """
         source = iter(problems)
         if not self.algorithm.dynamic_sampling:

@@ -11,13 +11,13 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
 
 from ..engine import lora
-from ..engine.config import DTYPES
+from ..engine.config import DTYPES, SamplingParams
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError, RequestError
 from ..engine.memory import available_bytes
@@ -30,6 +30,12 @@ from .trainer_config import TrainerConfig
 from .trajectory import Group
 
 __all__ = ["StepReport", "Trainer"]
+
+PLAIN = SamplingParams()
+# Everything else in SamplingParams changes what a token is drawn from, without a trace in its log-probability.
+NOT_THE_DISTRIBUTION = {
+    *("temperature", "seed", "max_tokens", "stop", "stop_ids", "ignore_eos", "top_logprobs", "prompt_logprobs")
+}
 
 
 @dataclass
@@ -108,8 +114,9 @@ class Trainer:
     def step(self, groups: Iterable[Group]) -> StepReport:
         """Train on groups: a list, or a generator whose rollout goes on while the first mini-batch is worked on.
 
-        Without groups nothing is updated. Raises RequestError for groups that were not drawn from the policy itself,
-        unless an importance correction is on. If anything fails, the parameters are as they were after the last update.
+        Without groups nothing is updated. Raises RequestError for groups that were not drawn from the policy itself:
+        greedily, with filters or penalties, or, unless an importance correction is on, by other weights. If anything
+        fails, the parameters are as they were after the last update, and a generator's rollout is ended.
         """
         report, seen = StepReport(self.steps), LossStatistics.nothing()
         size, held = self.config.mini_batch, list[Group]()
@@ -135,6 +142,8 @@ class Trainer:
                 del held[:size]
         except BaseException:
             self._optimizer.forget()
+            if isinstance(groups, Generator):
+                groups.close()  # while its sequences live, the engine refuses the next update
             raise
         report.all = seen.means()
         report.recomputed, self._loss.recomputed = self._loss.recomputed, 0
@@ -159,24 +168,14 @@ class Trainer:
             raise RequestError(
                 "these rollouts are greedy (temperature=0): all readings of a group are the same; sample"
             )
-        if self.config.algorithm.correction != "none":
-            return
-        changed = {
-            "top_k": drawn.top_k != 0,
-            "top_p": drawn.top_p != 1,
-            "min_p": drawn.min_p != 0,
-            "repetition_penalty": drawn.repetition_penalty != 1,
-            "presence_penalty": drawn.presence_penalty != 0,
-            "frequency_penalty": drawn.frequency_penalty != 0,
-            "logit_bias": bool(drawn.logit_bias),
-            "min_tokens": drawn.min_tokens != 0,
-        }
-        for name, is_on in changed.items():
-            if is_on:
+        for name in sorted(vars(drawn).keys() - NOT_THE_DISTRIBUTION):
+            if getattr(drawn, name) != getattr(PLAIN, name):
                 raise RequestError(
                     f"these rollouts were drawn with {name}={getattr(drawn, name)!r}, so not from the policy whose "
-                    "probabilities are known; leave it off, or set AlgorithmConfig.correction"
+                    "log-probabilities are known (those before filters and penalties); leave it off"
                 )
+        if self.config.algorithm.correction != "none":
+            return
         if group.weights_version != self.engine.weights_version:
             raise RequestError(
                 f"these rollouts are of weights version {group.weights_version}, the engine is at "

@@ -20,6 +20,19 @@ def test_schedules() -> None:
     assert [cosine.rate(step) for step in (0, 2, 4, 8)] == pytest.approx([1, 0.5 + 0.5 * math.cos(math.pi / 4), 0.5, 0])
 
 
+def test_updates_follow_the_schedule() -> None:
+    """With one and the same gradient Adam moves each number by the learning rate."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    config = OptimizerConfig(0.1, warmup_steps=2, schedule="linear", total_steps=4, weight_decay=0.0, clip=None)
+    optimizer, moved = Optimizer([parameter], config), []
+    for _ in range(5):
+        before = parameter.item()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1.0)
+        moved.append(before - parameter.item())
+    assert moved == pytest.approx([0.05, 0.1, 0.1, 0.05, 0.0], rel=1e-6)
+
+
 def test_sums_are_divided_then_clipped() -> None:
     sums = [torch.tensor([30.0, 0.0]), torch.tensor([40.0])]
     for clip, expected in ((None, 5.0), (1.0, 1.0)):

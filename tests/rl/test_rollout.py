@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("model"), "llama")
 
 
-def make_agent(folder: Path) -> MemoryAgent:
+def make_agent(folder: Path, stop_ids: tuple[int, ...] = ()) -> MemoryAgent:
     engine = Engine(folder, EngineConfig(kv_bytes=1 << 22, threads=1, max_context=1024))
-    sampling = SamplingParams(temperature=1.0, seed=2)
+    sampling = SamplingParams(temperature=1.0, seed=2, stop_ids=stop_ids)
     return MemoryAgent(
         engine,
         AgentConfig(chunk_tokens=60, memory_tokens=6, answer_tokens=4, template="chunk_first", sampling=sampling),
@@ -83,6 +83,21 @@ def test_dynamic_sampling_refills_and_never_dies(folder: Path) -> None:
     with pytest.warns(UserWarning, match="both right and wrong"):
         assert len(list(Rollout(agent, scripted({}), DYNAMIC).groups(problems(1), 2))) == 1
     assert list(Rollout(agent, scripted({}), DYNAMIC).groups([], 2)) == []
+
+
+def test_shaping_does_not_make_a_group_mixed(folder: Path) -> None:
+    agent = make_agent(folder, stop_ids=tuple(range(0, 500, 4)))  # responses of many lengths
+    shaped = dataclasses.replace(DYNAMIC, overlong_memory=0.9, overlong_answer=0.9, max_refills=0)
+    values = {"2": [1.0, 1.0, 1.0], "3": [1.0, 0.0, 0.0]}
+    kept = list(Rollout(agent, scripted(values), shaped).groups(problems(1, 2, 3), 3))
+    assert [sorted(t.correct for t in group.trajectories) for group in kept] == [[0, 0, 1]]
+    with pytest.warns(UserWarning, match="both right and wrong"):
+        [dull] = Rollout(agent, scripted({}), shaped).groups(problems(5), 1)
+    assert len({t.reward for t in dull.trajectories}) > 1  # though rewards differ
+    for t in dull.trajectories:  # limits: 6 and 4 tokens
+        *memories, answer = (len(turn.response_ids) for turn in t.turns)
+        expected = sum((n - 0.6) / 5.4 for n in memories) / len(memories) + (answer - 0.4) / 3.6
+        assert t.reward == pytest.approx(-expected)
 
 
 def test_streamed_training_is_plain_training(folder: Path) -> None:

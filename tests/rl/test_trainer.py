@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,10 @@ from palimpsest.engine.lora import LoraConfig
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
-from palimpsest.rl.trainer import Trainer
+from palimpsest.rl.rollout import Rollout
+from palimpsest.rl.trainer import StepReport, Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
-from palimpsest.rl.trajectory import Group, Trajectory
+from palimpsest.rl.trajectory import Group, Problem, Trajectory
 from palimpsest.tests.tiny_models import make_model_folder
 from torch import Tensor
 
@@ -63,8 +65,16 @@ def config_of(algorithm: AlgorithmConfig | None = None, **changes: Any) -> Train
 
 
 def gradient(engine: Engine, config: TrainerConfig, groups: Any) -> dict[str, Tensor]:
-    """What the optimizer would be given, divided as it divides; nothing is updated."""
-    trainer, found = Trainer(engine, config), {}
+    """What the optimizer would be given in a first update, which must be on policy; nothing is updated."""
+    found, report = any_gradient(engine, config, groups)
+    assert report.first["largest_difference"] == 0 and report.first["ratio"] == 1
+    assert report.first["clipped_low"] == report.first["clipped_high"] == 0
+    return found
+
+
+def any_gradient(engine: Engine, config: TrainerConfig, groups: Any) -> tuple[dict[str, Tensor], StepReport]:
+    """Divided as the optimizer divides."""
+    trainer, found, version = Trainer(engine, config), dict[str, Tensor](), engine.weights_version
 
     def catch(denominator: float) -> tuple[float, float]:
         for name, parameter in engine.model.named_parameters():
@@ -74,10 +84,8 @@ def gradient(engine: Engine, config: TrainerConfig, groups: Any) -> dict[str, Te
 
     trainer._optimizer.step = catch  # type: ignore[method-assign]
     report = trainer.step(groups)
-    engine.weights_version = 0  # as they are
-    assert report.first["largest_difference"] == 0 and report.first["ratio"] == 1
-    assert report.first["clipped_low"] == report.first["clipped_high"] == 0
-    return found
+    engine.weights_version = version  # as they are
+    return found, report
 
 
 def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], tolerance: float = 1e-6) -> None:
@@ -88,11 +96,27 @@ def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], tolerance: f
 
 def test_the_gradient_is_that_of_transformers(folder: Path) -> None:
     """The published objective by hand at its first update: -sum of advantage * log-probability over all tokens / N."""
-    from transformers import AutoModelForCausalLM
-
     engine = make_engine(folder)
     groups = roll(make_agent(engine))
-    ours = gradient(engine, config_of(), groups)
+    assert_gradient_of_transformers(folder, gradient(engine, config_of(), groups), groups)
+
+
+def test_ends_are_tokens_like_any_other(tmp_path: Path) -> None:
+    """Every third id ends a response, that of the padding too: responses of an end alone, and of several ends."""
+    ends = list(range(0, 512, 3))
+    folder = make_model_folder(tmp_path, "llama", pad_token_id=ends[0])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    engine = make_engine(folder)
+    groups = roll(make_agent(engine), 8)
+    responses = [turn.response_ids for g in groups for t in g.trajectories for turn in t.turns]
+    assert sum(len(ids) == 1 and ids[0] in ends for ids in responses) > 5
+    assert len({ids[-1] for ids in responses if ids[-1] in ends}) > 5
+    assert_gradient_of_transformers(folder, gradient(engine, config_of(), groups), groups)
+
+
+def assert_gradient_of_transformers(folder: Path, ours: dict[str, Tensor], groups: list[Group]) -> None:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     count = sum(len(turn.response_ids) for g in groups for t in g.trajectories for turn in t.turns)
     for group in groups:
@@ -150,7 +174,9 @@ def test_an_update_happens_in_place_and_forgets_all_pages(folder: Path) -> None:
     assert engine.generate([prompt], params)[0].counters.cached_tokens == 0
     with pytest.raises(RequestError, match="weights version 0, the engine is at 1"):
         trainer.step(groups)
-    assert trainer.step(roll(agent)).first["largest_difference"] == 0
+    assert report.first["reference_kl"] == 0
+    report = trainer.step(roll(agent))
+    assert report.first["largest_difference"] == 0 < report.first["reference_kl"]  # the reference stayed behind
 
 
 def test_learning_rate_0_for_50_steps_stays_on_policy(folder: Path) -> None:
@@ -178,8 +204,26 @@ def test_later_mini_batches_are_measured_against_the_rollout(folder: Path) -> No
     groups = roll(agent)
     report = trainer.step(groups)
     assert report.recomputed == sum(len(turn.response_ids) for t in groups[2].trajectories for turn in t.turns)
+    assert report.first["ratio"] == 1 != report.all["ratio"]
     stale = trainer.step(groups)
     assert stale.first["largest_difference"] > 0
+
+
+def test_a_correction_weighs_stale_rollouts(folder: Path) -> None:
+    """Far from all bounds, importance weight times ratio 1 is the ratio against the policy that drew."""
+    engine = make_engine(folder)
+    groups = roll(make_agent(engine))
+    Trainer(engine, config_of(AlgorithmConfig(kl=0.0))).step(groups)
+    corrected = AlgorithmConfig(kl=0.0, correction="truncate", correction_high=1e6)
+    ours, report = any_gradient(engine, config_of(corrected), groups)
+    assert report.first["ratio"] == 1 and report.first["largest_difference"] > 0.01 and report.recomputed == 0
+    cut, report = any_gradient(engine, config_of(dataclasses.replace(corrected, correction_high=1.0)), groups)
+    assert 0 < report.first["corrected"] < 1
+    stale = [dataclasses.replace(group, weights_version=engine.weights_version) for group in groups]
+    unbounded = AlgorithmConfig(kl=0.0, clip_low=1.0, clip_high=100.0, dual_clip=None)
+    plain, _ = any_gradient(engine, config_of(unbounded), stale)
+    assert_close(ours, plain, 1e-5)
+    assert all((cut[name] - plain[name]).norm() > 1e-3 * plain[name].norm() for name in plain)
 
 
 def test_adapters_alone_are_trained(folder: Path) -> None:
@@ -222,13 +266,16 @@ def test_masked_and_empty_turns(folder: Path) -> None:
     assert_close(masked, dropped)
     nothing = Trainer(engine, config_of()).step([])
     assert nothing.updates == 0 and nothing.groups == 0
+    all_cut = [_but_some_end(g, reason="length") for g in groups]
+    nothing = Trainer(engine, config_of(AlgorithmConfig(mask_truncated=True))).step(all_cut)
+    assert nothing.updates == 0 and nothing.tokens > 0 == nothing.all["tokens"]
 
 
-def _but_some_end(group: Group, drop: bool = False) -> Group:
+def _but_some_end(group: Group, drop: bool = False, reason: str = "stop") -> Group:
     """Every second turn ends by itself; drop: the others are gone, and each trajectory has an empty turn."""
     trajectories = []
     for t in group.trajectories:
-        turns = [dataclasses.replace(turn, finish_reason=("length", "stop")[i % 2]) for i, turn in enumerate(t.turns)]
+        turns = [dataclasses.replace(turn, finish_reason=("length", reason)[i % 2]) for i, turn in enumerate(t.turns)]
         if drop:
             empty = dataclasses.replace(turns[0], response_ids=turns[0].response_ids[:0], logprobs=[])
             turns = [empty, *turns[1::2]]
@@ -238,14 +285,18 @@ def _but_some_end(group: Group, drop: bool = False) -> Group:
 
 def test_what_is_not_the_policys_own_is_refused(folder: Path) -> None:
     engine = make_engine(folder)
-    trainer, groups = Trainer(engine, config_of(AlgorithmConfig(kl=0.0))), roll(make_agent(engine))
-    for name, value in (
-        *(("top_k", 5), ("top_p", 0.9), ("min_p", 0.1), ("repetition_penalty", 1.1), ("presence_penalty", 0.1)),
-        *(("frequency_penalty", 0.1), ("logit_bias", {3: 1.0}), ("min_tokens", 2), ("temperature", 0.0)),
-    ):
-        other = [dataclasses.replace(groups[0], sampling=dataclasses.replace(SAMPLED, **{name: value}))]
-        with pytest.raises(RequestError, match=name):
-            trainer.step(other)
+    groups = roll(make_agent(engine))
+    others = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.1}
+    others |= {"frequency_penalty": 0.1, "logit_bias": {3: 1.0}, "min_tokens": 2, "temperature": 0.0}
+    same = {"seed": 3, "max_tokens": 9, "stop": ("a",), "stop_ids": (3,), "ignore_eos": True}
+    same |= {"top_logprobs": 1, "prompt_logprobs": True}
+    assert others.keys() | same.keys() == vars(SAMPLED).keys()  # decide what a new field does to the policy
+    for correction in ("none", "truncate"):  # which knows nothing of what filters cut off
+        trainer = Trainer(engine, config_of(AlgorithmConfig(kl=0.0, correction=correction)))
+        for name, value in others.items():
+            drawn = dataclasses.replace(SAMPLED, **{name: value})
+            with pytest.raises(RequestError, match=name):
+                trainer.step([dataclasses.replace(groups[0], sampling=drawn)])
     assert all(p.grad is None for p in engine.model.parameters()) and engine.weights_version == 0
     for changes, words in (
         ({"reference": "lora_off"}, "lora_off"),
@@ -271,6 +322,18 @@ def test_a_rollout_that_fails_leaves_nothing_behind(folder: Path) -> None:
         trainer.step(failing())
     assert all(p.grad is None for p in engine.model.parameters())
     assert trainer.step(groups).updates == 1
+
+
+def test_what_is_refused_ends_its_rollout(folder: Path) -> None:
+    """Though the error still holds the generator, nothing is left that would hinder the next step."""
+    engine = make_engine(folder)
+    agent = make_agent(engine, sampling=dataclasses.replace(SAMPLED, top_k=5))
+    algorithm = AlgorithmConfig(kl=0.0, group_size=2)
+    trainer = Trainer(engine, config_of(algorithm))
+    problems = [Problem(document, QUESTION, ()) for document in DOCUMENTS]
+    with pytest.raises(RequestError, match="top_k=5"):
+        trainer.step(Rollout(agent, "em", algorithm).groups(problems, 3))
+    assert not engine.unfinished and trainer.step(roll(make_agent(engine))).updates == 1
 
 
 def test_reward_rises(folder: Path) -> None:
