@@ -1,9 +1,12 @@
 """Types of the compiled extension. Tensors travel as addresses; engine/cpu.py makes the checks."""
 
 from array import array
+from collections.abc import Sequence
 
 # values, scales, minima, bits, in, out, scale_groups, scale_shift
 _Packed = tuple[int, int, int, int, int, int, int, int]
+# (seed, sample, turn, index), temperature, top_k, top_p, depth
+_Draw = tuple[tuple[int, int, int, int], float, int, float, float]
 
 class CpuKernels:
     """The CPU kernels for one instruction set: "scalar", "avx2", "avx512", "avx512vnni", or "best".
@@ -91,6 +94,9 @@ class CpuKernels:
         self, ids: int, weight: int, weight_bf16: bool, vocabulary: int, out: int, tokens: int, hidden: int, /
     ) -> None: ...
     def log_sum_exp(self, x: int, x_stride: int, out: int, rows: int, n: int, /) -> None: ...
+    def draw(
+        self, logits: int, stride: int, vocabulary: int, rows: Sequence[_Draw], /
+    ) -> list[tuple[int, float, float]]: ...
     def quantised_linear(
         self,
         x: int,

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -58,6 +59,9 @@ palimpsest::cpu::PackedWeight packed_weight(const PackedArgument& argument) {
             scale_groups,
             scale_shift};
 }
+
+// {seed, sample, turn, index}, temperature, top_k, top_p, depth
+using DrawArgument = std::tuple<std::array<std::uint64_t, 4>, double, Index, double, double>;
 
 // One instruction set's kernels. Every call releases the GIL.
 class CpuKernels {
@@ -120,6 +124,20 @@ class CpuKernels {
         using palimpsest::cpu::kVocabularyTile;
         std::vector<palimpsest::cpu::TileSum> tiles(rows * ((n + kVocabularyTile - 1) / kVocabularyTile));
         table_->log_sum_exp(floats(x), x_stride, floats_out(out), tiles.data(), rows, n);
+    }
+
+    // -> token, log-probability and total of each row.
+    std::vector<std::tuple<Index, float, float>> draw(Address logits, Index stride, Index vocabulary,
+                                                      const std::vector<DrawArgument>& rows) const {
+        std::vector<palimpsest::cpu::DrawRow> row;
+        for (const auto& [stream, temperature, top_k, top_p, depth] : rows)
+            row.push_back({palimpsest::cpu::noise_key(stream[0], stream[1], stream[2], stream[3]), temperature == 0,
+                           temperature == 0 ? 1.0f : float(temperature), top_k, top_p, depth});
+        std::vector<palimpsest::cpu::Drawn> out(row.size());
+        palimpsest::cpu::draw(*table_, {floats(logits), stride, Index(row.size()), vocabulary, row.data(), out.data()});
+        std::vector<std::tuple<Index, float, float>> drawn;
+        for (const auto& one : out) drawn.emplace_back(one.id, one.logprob, one.total);
+        return drawn;
     }
 
     double multiply_add(Index repeats) const { return table_->multiply_add(repeats); }
@@ -282,6 +300,7 @@ PYBIND11_MODULE(_C, m) {
         .def("write_kv", &CpuKernels::write_kv, Release())
         .def("embedding", &CpuKernels::embedding, Release())
         .def("log_sum_exp", &CpuKernels::log_sum_exp, Release())
+        .def("draw", &CpuKernels::draw, Release())
         .def("multiply_add", &CpuKernels::multiply_add, Release())
         .def("read_memory", &CpuKernels::read_memory, Release())
         .def("linear_input_grad", &CpuKernels::linear_input_grad, Release())

@@ -6,6 +6,7 @@ on neither threads nor the instruction set. A parameter's gradient has its dtype
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from . import cpu, cpu_backward
 
 if TYPE_CHECKING:
+    from .draw import Draw, Drawn
     from .ops import Spans
     from .packed_weight import PackedWeight
 
 __all__ = [
     "attend",
+    "draw",
     "embedding",
     "linear",
     "log_sum_exp",
@@ -240,6 +243,11 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     if _wants_gradient(logits):
         return _apply(_LogSumExp, logits)
     return cpu.log_sum_exp(logits)
+
+
+def draw(logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+    """cpu.draw: a token has no gradient."""
+    return cpu.draw(logits, rows)
 
 
 def _apply(function: type[Function], *inputs: object) -> Tensor:

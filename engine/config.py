@@ -206,6 +206,11 @@ class SamplingParams:
     LARGEST_TOP_LOGPROBS: ClassVar[int] = 1024
     LOWEST_TEMPERATURE: ClassVar[float] = 1e-5
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a penalty is on, so that the ids before a token matter."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def __post_init__(self) -> None:
         owner = "SamplingParams"
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple(owner, "stop", self.stop)

@@ -5,14 +5,17 @@ Parameters are float32 or bfloat16 in the checkpoint's layout, read in place; ac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import kv_rows
+from .draw import Drawn
 
 if TYPE_CHECKING:
+    from .draw import Draw
     from .ops import Spans
     from .packed_weight import PackedWeight
 
@@ -26,6 +29,7 @@ else:
 
 __all__ = [
     "attend",
+    "draw",
     "embedding",
     "linear",
     "log_sum_exp",
@@ -258,6 +262,13 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.float32)
     _kernels.log_sum_exp(logits.data_ptr(), logits.stride(0), out.data_ptr(), logits.shape[0], logits.shape[1])
     return out
+
+
+def draw(logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+    """float32 [R, vocabulary] with dense rows, one Draw per row -> a token of each. ValueError for anything else."""
+    _check(logits.dim() == 2 and _is_rows(logits) and logits.shape[1] > 0 and len(rows) == len(logits), "draw", logits)
+    drawn = _kernels.draw(logits.data_ptr(), logits.stride(0), logits.shape[1], rows)
+    return [Drawn(*values) for values in drawn]
 
 
 def make_decoder(*arguments: Any) -> _C.CpuDecoder:

@@ -6,6 +6,7 @@ to which `autograd` gives gradients, and `triton_ops` (Triton kernels, on a GPU)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import autograd, cpu, reference
+from .draw import Draw, Drawn
 from .errors import ConfigError
 from .packed_weight import PackedWeight
 
@@ -88,6 +90,9 @@ class Ops(Protocol):
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """[R, vocabulary] -> [R], the logarithm of the sum of exponentials of each row."""
+
+    def draw(self, logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+        """[R, vocabulary], one Draw per row -> a token of each row, as draw.py defines it. Without gradient."""
 
 
 OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_"))

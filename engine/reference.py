@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kv_rows
+from .draw import draw_rows
 
 if TYPE_CHECKING:
+    from .draw import Draw, Drawn
     from .ops import Spans
     from .packed_weight import PackedWeight
 
 __all__ = [
     "attend",
+    "draw",
     "embedding",
     "linear",
     "linear_input_grad",
@@ -137,6 +141,10 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=-1)
+
+
+def draw(logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+    return draw_rows(logits, rows, log_sum_exp)
 
 
 # ---- of the fused loss (rl/fused_loss.py), which makes its gradients itself ----

@@ -37,13 +37,15 @@ class Run:
     def sample_rows(self, count: int) -> list[SampleRow]:
         """What these rows need to become tokens, each as if the draft before it had been drawn."""
         sequence, draft = self._span.sequence, self._span.draft
-        prompt, response = sequence.tokens[: sequence.prompt_length], sequence.response
+        prompt, response = array("i"), array("i")
+        if sequence.params.penalises:  # else nobody reads the ids
+            prompt, response = sequence.tokens[: sequence.prompt_length], sequence.response
         return [
             SampleRow(
                 params=sequence.params,
                 sample=sequence.sample,
                 turn=sequence.turn,
-                index=len(response) + i,
+                index=sequence.response_length + i,
                 prompt_ids=prompt,
                 response_ids=response + draft[:i],
                 eos_ids=self._eos_ids,

@@ -5,6 +5,7 @@ Activations are float32 between the ops; with bfloat16 parameters products take 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +16,18 @@ from ..triton_kernels import activation, attention, norm, rotary, vocabulary
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
 from . import reference
+from .draw import draw_rows
 from .errors import RequestError
 
 if TYPE_CHECKING:
+    from .draw import Draw, Drawn
     from .ops import Spans
     from .packed_weight import PackedWeight
 
 __all__ = [
     "attend",
     "device",
+    "draw",
     "embedding",
     "linear",
     "log_sum_exp",
@@ -86,6 +90,10 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     return vocabulary.log_sum_exp(logits)
+
+
+def draw(logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+    return draw_rows(logits, rows, log_sum_exp)
 
 
 def _refuse_gradient(parameter: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 A row is cut into tiles of TILE ids, each reduced whole by one program; the partial results are folded in order by one
 function, here and in training.py. So a row's log-probability has the same bits wherever it is asked for.
-Twins: reference.log_sum_exp, sampler.gumbel.
+Twins: reference.log_sum_exp, noise.gumbel, draw.draw_rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tile_kernel(logits, peaks, totals, best, best_id, temperatures, keys, row_st
 
 @triton.jit
 def gumbel(key, ids):
-    """float64 noise of ids under a key: see engine/sampler.py."""
+    """float64 noise of ids under a key: see engine/noise.py, but for the last bits of the logarithm."""
     x = key + (ids.to(tl.uint64) + 1) * GAMMA
     x = (x ^ (x >> 30)) * FIRST
     x = (x ^ (x >> 27)) * SECOND
@@ -85,7 +85,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 def draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """One id per row of logits (float32 [R, vocabulary]) without filters, and its log-probability.
 
-    temperatures: float32 [R], 0 is greedy. keys: int64 [R], the bits of sampler.stream_key. -> int64 [R], float32 [R]:
+    temperatures: float32 [R], 0 is greedy. keys: int64 [R], the bits of noise.stream_key. -> int64 [R], float32 [R]:
     log-softmax of logits / temperature (of the logits at temperature 0). Of equal ids the lowest.
     """
     peaks, totals, tiles = _partials(logits)

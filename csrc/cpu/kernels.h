@@ -4,6 +4,7 @@
 // neither the number of rows, nor threads, nor the instruction set. Vectors are 16 floats wide everywhere (vec.h).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -83,6 +84,46 @@ struct TokenScoresCall {
     Index rows, n;
 };
 
+// How a token is drawn from one row of logits, as engine/draw.py says. key: of its noise. temperature: 1 when greedy.
+struct DrawRow {
+    std::uint64_t key;
+    bool greedy;
+    float temperature;
+    Index top_k;
+    double top_p, depth;
+
+    bool filters() const { return top_k > 0 || top_p < 1.0 || depth > -INFINITY; }
+    bool is_plain() const { return !greedy && !filters(); }
+};
+
+// total: the log-sum-exp of z = logits / temperature.
+struct Drawn {
+    Index id;
+    float logprob, total;
+};
+
+// The arguments of ops.draw: rows lie `stride` floats apart.
+struct DrawCall {
+    const float* logits;
+    Index stride, rows, vocabulary;
+    const DrawRow* row;
+    Drawn* out;
+};
+
+// value: z + noise.
+struct Candidate {
+    double value;
+    Index id;
+};
+struct DrawnTile {
+    TileSum sum;
+    Candidate best;
+};
+struct Ranked {
+    float z;
+    Index id;
+};
+
 // Values on the k axis that share a scale when x is rounded; weights share theirs over as many, or a multiple.
 constexpr Index kQuantisedGroup = 32;
 
@@ -156,6 +197,15 @@ struct Kernels {
     // tiles: scratch, one for each kVocabularyTile logits (or less) of each row.
     void (*log_sum_exp)(const float* x, Index x_stride, float* out, TileSum* tiles, Index rows, Index n);
 
+    float (*fold_sums)(const TileSum* tiles, Index count);
+
+    // Of drawing from one row. draw_tile: the ids first .. first + n; the best one only where nothing is filtered.
+    // whole_mass: of all n ids, where `top` is the largest z. gather: ids (rising) whose z reaches `floor`; -> how
+    // many.
+    DrawnTile (*draw_tile)(const DrawRow& row, const float* logits, Index first, Index n);
+    std::int64_t (*whole_mass)(const DrawRow& row, const float* logits, Index n, float top);
+    Index (*gather)(const DrawRow& row, const float* logits, Index n, float floor, Ranked* found);
+
     // Gradients, float32 and dense but for x, gate and up; each sums up in one order, too.
     void (*linear_input_grad)(const float* dy, const void* weight, bool weight_bf16, float* dx, Index rows, Index in,
                               Index out);
@@ -225,6 +275,13 @@ class AttentionPlan {
     std::vector<Level> levels_;
     Index floats_ = 0, stats_ = 0;
 };
+
+// The noise of engine/noise.py: a row's key, and the noise that an id's bits give.
+std::uint64_t noise_key(std::uint64_t seed, std::uint64_t sample, std::uint64_t turn, std::uint64_t index);
+double gumbel(std::uint64_t bits);
+
+// ops.draw. Called by one thread, which makes a team of its own.
+void draw(const Kernels& kernels, const DrawCall& call);
 
 // Bytes of scratch that quantised_linear needs for the rounded x.
 Index quantised_scratch(Index rows, Index in);

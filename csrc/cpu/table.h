@@ -11,6 +11,7 @@
 #include "log_sum_exp.h"
 #include "norm.h"
 #include "quantised_linear.h"
+#include "sampler.h"
 #include "token_scores.h"
 
 namespace palimpsest::cpu {
@@ -30,6 +31,10 @@ const Kernels PALIMPSEST_TABLE = {
     PALIMPSEST_ISA::write_kv,
     PALIMPSEST_ISA::embedding,
     PALIMPSEST_ISA::log_sum_exp,
+    PALIMPSEST_ISA::fold_sums,
+    PALIMPSEST_ISA::draw_tile,
+    PALIMPSEST_ISA::whole_mass,
+    PALIMPSEST_ISA::gather,
     PALIMPSEST_ISA::linear_input_grad,
     PALIMPSEST_ISA::linear_weight_grad,
     PALIMPSEST_ISA::column_sums,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from palimpsest.engine.config import SamplingParams
-from palimpsest.engine.sampler import gumbel, stream_key
+from palimpsest.engine.noise import gumbel, stream_key
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
 
 
@@ -31,7 +31,7 @@ def test_draw(device: torch.device) -> None:
     keys = torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers], device=device)
     ids, logprobs = draw(logits, temperatures, keys)
     scaled = logits / torch.where(temperatures == 0, 1.0, temperatures).unsqueeze(1)
-    noise = gumbel(keys.unsqueeze(1), torch.arange(9000, device=device))
+    noise = torch.stack([gumbel(n, torch.arange(9000, device=device)) for n in numbers])
     scores = scaled.double() + torch.where(temperatures.unsqueeze(1) == 0, 0.0, noise)
     assert ids.tolist() == scores.argmax(dim=1).tolist()
     assert ids[1] == 5
