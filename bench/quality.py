@@ -136,7 +136,7 @@ def _model(loaded: Checkpoint, kind: str, window: int) -> Decoder:
     model = Decoder.from_parameters(config, ops, parameters, window)
     model.requires_grad_(False)
     if kind == "file":
-        replace_weights(model, checkpoint.packed_weights(loaded))
+        replace_weights(model, checkpoint.load(loaded.source, dtype, "file").packed)
     elif kind not in ("float32", "bfloat16"):
         quantise(model, kind)
     return model

@@ -23,7 +23,7 @@ from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
-__all__ = ["EMBEDDING", "Checkpoint", "load", "new_folder", "packed_weights", "read_json", "save", "write_json"]
+__all__ = ["EMBEDDING", "HEAD", "Checkpoint", "load", "new_folder", "read_json", "save", "write_json"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -45,22 +45,28 @@ COPIED = (
 class Checkpoint:
     """A loaded model.
 
-    parameters: Hugging Face name -> tensor, each in writable storage of its own; exactly `parameter_shapes(config)`.
+    parameters: Hugging Face name -> tensor, each in writable storage of its own; exactly `parameter_shapes(config)`,
+    but for the weights of linear layers that are in `packed` instead (a tied embedding is in both).
     folder: the Hugging Face folder that holds the tokenizer's files. source: the path as it was given.
     """
 
     config: ModelConfig
     parameters: dict[str, Tensor]
+    packed: dict[str, PackedWeight]
     folder: Path
     source: Path
 
 
-def load(path: str | Path, dtype: torch.dtype) -> Checkpoint:
+def load(path: str | Path, dtype: torch.dtype, weights: str = "native") -> Checkpoint:
     """Load a Hugging Face folder, or a .gguf file through its converted folder, with parameters of `dtype`.
 
-    At most one tensor is held twice, and none when the file's type is `dtype`.
-    Raises CheckpointError, naming the file or tensor, for anything missing, superfluous, mis-shaped or damaged.
+    weights: how linear layers keep theirs, see EngineConfig. At most one tensor is held twice, and none when the file's
+    type is `dtype`; one that is packed is let go before the next is read.
+    Raises CheckpointError, naming the file or tensor, for anything missing, superfluous, mis-shaped or damaged, and
+    ConfigError for weights="file" of a folder.
     """
+    from .quant import packed_kind, quantise_weight  # here, since it imports this module
+
     source = Path(path)
     if source.is_file():
         from .gguf import converted_folder  # here, since it imports this module to write the folder
@@ -74,25 +80,32 @@ def load(path: str | Path, dtype: torch.dtype) -> Checkpoint:
     stored = find_tensors(folder)
     shapes = parameter_shapes(config)
     _check_names(folder, config, stored, shapes)
-    parameters = {name: _read(stored[name], shape, dtype) for name, shape in shapes.items()}
+    packed = _packed_weights(source, config) if weights == "file" else {}
+    parameters = {}
+    for name, shape in shapes.items():
+        if name in packed and name != EMBEDDING:
+            continue
+        tensor = _read(stored[name], shape, dtype)
+        kind = packed_kind(name, config, weights)
+        if kind is not None:
+            packed[name] = quantise_weight(tensor, kind)
+        if kind is None or name == EMBEDDING:
+            parameters[name] = tensor
     if config.tie_embeddings and HEAD in stored:
         _check_tied(stored[HEAD], parameters[EMBEDDING])
-    return Checkpoint(config, parameters, folder, source)
+    return Checkpoint(config, parameters, packed, folder, source)
 
 
-def packed_weights(loaded: Checkpoint) -> dict[str, PackedWeight]:
-    """The weights that a GGUF file stores as integers, exactly as it stores them; see gguf.packed_weights.
-
-    Raises ConfigError when the checkpoint is not a GGUF file.
-    """
-    if not loaded.source.is_file():
+def _packed_weights(source: Path, config: ModelConfig) -> dict[str, PackedWeight]:
+    """The weights that a GGUF file stores as integers, exactly as it stores them; see gguf.packed_weights."""
+    if not source.is_file():
         raise ConfigError(
-            f"weights='file' takes the integers of a GGUF file, but {loaded.source} is a folder; "
+            f"weights='file' takes the integers of a GGUF file, but {source} is a folder; "
             "choose weights='int8' or another kind to quantise its weights"
         )
     from .gguf import packed_weights  # here, since it imports this module
 
-    return packed_weights(loaded.source, loaded.config)
+    return packed_weights(source, config)
 
 
 def save(

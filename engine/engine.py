@@ -26,7 +26,7 @@ from .model import Decoder
 from .model_config import ModelConfig
 from .ops import select
 from .prompt import Prompt, pair_with_params, prompt_ids, segments_of
-from .quant import quantise, replace_weights
+from .quant import replace_weights
 from .runner import Runner, page_bytes
 from .sampler import check_params
 from .scheduler import Scheduler
@@ -59,25 +59,21 @@ class Engine:
             torch.set_num_threads(config.threads)
         dtype = getattr(torch, config.dtype)
         kv_dtype = _kv_dtype(config)
-        loaded = checkpoint.load(model_path, dtype)
+        loaded = checkpoint.load(model_path, dtype, config.weights)
         model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
         self.model_path = loaded.source
         self.tokenizer = Tokenizer.load(loaded.folder)
         self.tokenizer.check_ids(model.vocab_size)
         self.window = _window(config, model)
         ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
-        self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window)
+        self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window, loaded.packed)
         self.model.requires_grad_(False)
         if ops.backend == "triton" and config.weights != "native":
             raise ConfigError(
                 f"backend='triton' does not run weights={config.weights!r} yet; use weights='native' or backend='cpu'"
             )
+        replace_weights(self.model, loaded.packed)
         self.model.to(ops.device)
-        loaded.parameters.clear()  # so that quantised layers let go of the originals one by one
-        if config.weights == "file":
-            replace_weights(self.model, checkpoint.packed_weights(loaded))
-        elif config.weights != "native":
-            quantise(self.model, config.weights)
         num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window, ops.device)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0

@@ -5,7 +5,7 @@ Parameters carry the checkpoint's own names and [out, in] layout; every computat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -158,10 +158,18 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     @classmethod
-    def from_parameters(cls, config: ModelConfig, ops: Ops, parameters: Mapping[str, Tensor], window: int) -> Decoder:
-        """Put a checkpoint's tensors in place, without copying them. Names and shapes must be exactly the model's."""
+    def from_parameters(
+        cls, config: ModelConfig, ops: Ops, parameters: Mapping[str, Tensor], window: int, without: Collection[str] = ()
+    ) -> Decoder:
+        """Put a checkpoint's tensors in place, without copying them. Names and shapes must be exactly the model's.
+
+        without: weights that may be missing; they stay on the meta device until packed ones take their place.
+        """
         decoder = cls(config, ops, window)
-        decoder.load_state_dict(dict(parameters), assign=True)
+        found = decoder.load_state_dict(dict(parameters), assign=True, strict=False)
+        wrong = [*found.unexpected_keys, *(name for name in found.missing_keys if name not in without)]
+        if wrong:
+            raise RuntimeError(f"parameters missing or unknown: {', '.join(wrong)}")
         return decoder
 
     @property

@@ -13,18 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpoint import EMBEDDING
+from .checkpoint import EMBEDDING, HEAD
 from .config import QUANTISED
 from .errors import CheckpointError, ConfigError
 from .model import Decoder, Linear
+from .model_config import ModelConfig
 from .ops import Ops
 from .packed_weight import PackedWeight
 
-__all__ = ["HEAD_KIND", "QuantisedLinear", "quantise", "quantise_weight", "replace_weights"]
+__all__ = ["HEAD_KIND", "QuantisedLinear", "packed_kind", "quantise", "quantise_weight", "replace_weights"]
 
 HEAD_KIND = "int8-g32"
 RANGES = {8: (-127, 127), 4: (-8, 7)}  # of codes, by bits
 INT4_ENDS = (-8.0, -7.2, -9.0)
+BLOCK = 1 << 20  # weights rounded at once: bounds the temporaries
 
 
 class QuantisedLinear(nn.Module):
@@ -50,9 +52,18 @@ def quantise(model: Decoder, kind: str) -> None:
     if kind not in QUANTISED:
         raise ConfigError(f"there is no kind of weights {kind!r} to quantise to; choose from {', '.join(QUANTISED)}")
     for name in _linear_names(model):
-        is_head = name in (EMBEDDING, "lm_head.weight")
-        chosen = HEAD_KIND if is_head and kind.startswith("int4") else kind
-        replace_weights(model, {name: quantise_weight(model.get_parameter(name), chosen)})
+        chosen = packed_kind(name, model.config, kind)
+        if chosen is not None:
+            replace_weights(model, {name: quantise_weight(model.get_parameter(name), chosen)})
+
+
+def packed_kind(name: str, config: ModelConfig, weights: str) -> str | None:
+    """What a parameter is rounded to with EngineConfig.weights = `weights`; None when it stays as it is."""
+    if weights not in QUANTISED:
+        return None
+    if name == HEAD or (name == EMBEDDING and config.tie_embeddings):
+        return HEAD_KIND if weights.startswith("int4") else weights
+    return weights if name.endswith("_proj.weight") else None
 
 
 def replace_weights(model: Decoder, packed: Mapping[str, PackedWeight]) -> None:
@@ -84,12 +95,23 @@ def quantise_weight(weight: Tensor, kind: str) -> PackedWeight:
     squares, the one of least squared error is taken.
     """
     bits, group = _bits_and_group(kind)
+    size = group or weight.shape[1]
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    scales = torch.empty(len(weight), -(-weight.shape[1] // size), dtype=torch.float16)
+    some = max(1, BLOCK // weight.shape[1])
+    for first in range(0, len(weight), some):
+        rows = slice(first, first + some)
+        codes[rows], scales[rows] = _round_rows(weight[rows], bits, size)
+    return PackedWeight.pack(codes, scales, None, bits, group)
+
+
+def _round_rows(weight: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, in] and scales [rows, groups] of some rows."""
     columns = weight.shape[1]
-    size = group or columns
     groups = F.pad(weight.float(), (0, -columns % size)).view(len(weight), -1, size)
     scales = _int8_scales(groups) if bits == 8 else _int4_scales(groups)
-    codes = (_round(groups, scales, RANGES[bits]) + (1 << (bits - 1))).to(torch.uint8)
-    return PackedWeight.pack(codes.flatten(1)[:, :columns], scales.squeeze(2), None, bits, group)
+    codes = _round(groups, scales, RANGES[bits]) + (1 << (bits - 1))
+    return codes.flatten(1)[:, :columns], scales.squeeze(2)
 
 
 def _int8_scales(groups: Tensor) -> Tensor:

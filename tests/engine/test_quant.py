@@ -103,6 +103,20 @@ def test_every_linear_layer_and_the_head_are_replaced(tmp_path: Path, tied: bool
     assert torch.allclose(model.logits(hidden), original.logits(hidden), atol=0.1)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_packed_while_they_are_read_are_those_of_the_whole_model(tmp_path: Path, tied: bool) -> None:
+    folder = make_model_folder(tmp_path, "qwen2", tie_word_embeddings=tied)
+    model = load(folder)
+    quantise(model, "int4")
+    loaded = checkpoint.load(folder, torch.float32, "int4")
+    assert loaded.parameters.keys() & loaded.packed.keys() == ({checkpoint.EMBEDDING} if tied else set())
+    expected = model.state_dict()
+    found = Engine(folder, EngineConfig(kv_bytes=1 << 22, weights="int4")).model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_unknown_kinds_and_names_are_refused(tmp_path: Path) -> None:
     model = load(make_model_folder(tmp_path))
     with pytest.raises(ConfigError, match=r"'int5'.*int8-g32"):
@@ -180,7 +194,7 @@ def test_floats_of_a_file_stay_and_other_blocks_become_int8(tmp_path: Path) -> N
     assert not [module for module in floats.model.modules() if isinstance(module, QuantisedLinear)]
     file = write_llama(tmp_path, "Q6_K", True)
     loaded = checkpoint.load(file, torch.float32)
-    packed = checkpoint.packed_weights(loaded)
+    packed = checkpoint.load(file, torch.float32, "file").packed
     assert len(packed) == 15
     for name, weight in packed.items():
         assert (weight.bits, weight.group) == (8, 32)
