@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.config import EngineConfig
-from ..engine.defaults import embedded_model_path
 from ..engine.model_config import ModelConfig
 from . import options
 from .breakdown import explain, ways
@@ -36,9 +34,24 @@ class Work:
         return "decode" if self.batch == 1 else f"decode_b{self.batch}"
 
     @property
+    def full_name(self) -> str:
+        return f"{self.name}.{self.context}"
+
+    @property
     def longest(self) -> int:
         """Tokens of a sequence at its end, and a place for one more."""
         return self.context + self.steps + 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one engine at its peak."""
+
+    dtype: str
+
+    @property
+    def full_name(self) -> str:
+        return f"memory.{MEMORY_CONTEXT}.{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -50,12 +63,14 @@ class Rival:
     gain: float
 
 
-DTYPES = tuple(name for name in VARIANTS if "weights" in EngineConfig.__dataclass_fields__ or name[:3] != "int")
+DTYPES = tuple(VARIANTS)
 WORKS = (
     *(Work(1, context, 24, DTYPES) for context in (100, 2048, 6144)),
     *(Work(batch, 1000, 12, ("float32",)) for batch in (8, 16)),
 )
 QUICK = (Work(1, 100, 12, DTYPES),)
+MEMORY_CONTEXT = 2048
+MEMORY = tuple(map(Memory, DTYPES))
 SHARES = {"float32": 0.85, "bfloat16": 0.85, "int8": 0.70, "int4": 0.50}
 RIVALS = {
     "float32": Rival("OpenVINO GenAI", "float32", 1.1),
@@ -64,7 +79,6 @@ RIVALS = {
 }
 BFLOAT16_GAIN = 1.7
 BATCH_GAIN = 1.3
-MEMORY_CONTEXT = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,9 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure every work; raises PalimpsestError for a model or folder of peers that cannot be used."""
-    works = QUICK if chosen.quick else WORKS
-    model = str(embedded_model_path()) if chosen.model is None else chosen.model
-    engines = {dtype: _engine(model, dtype, works, chosen.threads) for dtype in DTYPES}
+    everything: tuple[Work | Memory, ...] = QUICK if chosen.quick else (*WORKS, *MEMORY)
+    picked = chosen.choose(everything)
+    works = [work for work in picked if isinstance(work, Work)]
+    dtypes = [dtype for dtype in DTYPES if any(dtype in work.dtypes for work in works)]
+    engines = {dtype: _engine(chosen.model, dtype, works, chosen.threads) for dtype in dtypes}
     probe = Probe()
     rows, targets = [], []
     with chosen.start_peers() as peers:
@@ -89,8 +105,7 @@ def run(chosen: Options) -> Report:
             if chosen.profile:
                 for engine in ours:
                     _profile(engine, work)
-    if not chosen.quick:
-        targets += [_memory_target(model, dtype, chosen.threads) for dtype in engines]
+    targets += [_memory_target(chosen.model, one.dtype, chosen.threads) for one in picked if isinstance(one, Memory)]
     return Report("decode", describe_machine(probe.isa, probe.best), rows, targets)
 
 
@@ -128,7 +143,7 @@ def _entry(work: Work, config: ModelConfig, name: str, kind: Variant | PeerSpec,
 
 def _targets(work: Work, ours: Sequence[Measured], others: Sequence[Measured]) -> list[Target]:
     by_dtype = {one.entry.dtype: one for one in ours}
-    prefix = f"{work.name}.{work.context}"
+    prefix = work.full_name
     if work.batch > 1:
         fastest = best([one for one in others if one.entry.dtype == "float32"])
         return [Target(f"{prefix}.float32.vs_best_peer", _ratio(by_dtype["float32"], fastest), BATCH_GAIN)]
@@ -146,7 +161,7 @@ def _targets(work: Work, ours: Sequence[Measured], others: Sequence[Measured]) -
 def _memory_target(model: str, dtype: str, threads: int) -> Target:
     found = resident(model, dtype, MEMORY_CONTEXT, threads)
     print(f"memory of {dtype}, context {MEMORY_CONTEXT}: {found}")
-    return Target(f"memory.{MEMORY_CONTEXT}.{dtype}.allowed_over_used", found.allowed_over_used, 1.0)
+    return Target(f"{Memory(dtype).full_name}.allowed_over_used", found.allowed_over_used, 1.0)
 
 
 def _ratio(ours: Measured, rival: Measured | None) -> float | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
-from ..engine.errors import PalimpsestError
+from ..engine.defaults import embedded_model_path
+from ..engine.errors import ConfigError, PalimpsestError
 from .peers import Peer, running
+from .random_model import RANDOM_MODELS, random_model
 from .report import Report
 
 __all__ = ["Options", "main"]
@@ -19,17 +22,38 @@ ROUNDS = 5
 EXIT_MISSED = 1
 EXIT_ERROR = 2
 
+Named = TypeVar("Named", bound="Work")
+
+
+class Work(Protocol):
+    """Something to measure. full_name: WORK.CONTEXT, as the names of its targets begin."""
+
+    @property
+    def full_name(self) -> str: ...
+
 
 @dataclass(frozen=True)
 class Options:
-    """model: folder or GGUF file, None for the embedded one. threads: CPU threads, of ours and of the peers."""
+    """model: folder or GGUF file. works: names or heads of names, as in the targets; empty for all. threads: CPU
+    threads, of ours and of the peers.
+    """
 
-    model: str | None
+    model: str
+    works: tuple[str, ...]
     peers: Path | None
     quick: bool
     threads: int
     rounds: int
     profile: bool
+
+    def choose(self, works: Iterable[Named]) -> list[Named]:
+        """Those of `works` that are to be measured. Raises ConfigError for a name that none of them has."""
+        works = list(works)
+        for name in self.works:
+            if not any(_is_within(work.full_name, name) for work in works):
+                names = ", ".join(work.full_name for work in works)
+                raise ConfigError(f"--works {name}: there is no such work here; there are {names}")
+        return [work for work in works if not self.works or any(_is_within(work.full_name, n) for n in self.works)]
 
     def start_peers(self) -> AbstractContextManager[list[Peer]]:
         """The peers of the folder, ended on leaving; none without a folder. Raises ConfigError for a wrong one."""
@@ -44,12 +68,31 @@ def main(name: str, run: Callable[[Options], Report], argv: Sequence[str] | None
     if arguments["rounds"] < 1 or arguments["threads"] < 1:
         parser.error("--rounds and --threads take a whole number of at least 1")
     try:
-        report = run(Options(**arguments))
+        with _model(arguments.pop("model"), arguments["peers"]) as model:
+            report = run(Options(model=model, **arguments))
     except PalimpsestError as error:
         print(f"palimpsest bench {name}: {error}", file=sys.stderr)
         return EXIT_ERROR
     report.print()
     return EXIT_MISSED if check and report.missed else 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _is_within(full_name: str, name: str) -> bool:
+    """Whether decode.2048 is what decode or decode.2048 asks for."""
+    return full_name == name or full_name.startswith(f"{name}.")
+
+
+def _model(name: str | None, peers: Path | None) -> AbstractContextManager[str]:
+    """The path of the model that --model names."""
+    if name not in RANDOM_MODELS:
+        return nullcontext(str(embedded_model_path()) if name is None else name)
+    if peers is not None:
+        raise ConfigError(f"--model {name} has random weights that no peer has; leave out --peers")
+    return random_model(name)
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -61,7 +104,15 @@ def _parser(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", metavar="PATH", help="Hugging Face folder or GGUF file (the embedded SmolLM2-135M)")
+    random = ", ".join(RANDOM_MODELS)
+    add("--model", metavar="PATH", help=f"Hugging Face folder, GGUF file, or {random} (the embedded SmolLM2-135M)")
+    add(
+        "--works",
+        metavar="NAME,NAME",
+        type=_names,
+        default=(),
+        help="of the targets' names: decode.2048,decode_b8 (all)",
+    )
     add("--peers", metavar="FOLDER", type=Path, help="a folder with peers.json and the engines that it names")
     add("--check", action="store_true", help="exit with 1 when a target is missed")
     add("--quick", action="store_true", help="the shortest works only, in under 50 seconds")

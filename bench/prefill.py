@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..engine.defaults import embedded_model_path
 from . import options
 from .breakdown import explain, ways
 from .costs import linear_cost, prefill_cost
@@ -25,6 +25,17 @@ ROOM = 16  # the window needs a place for the response
 SEED = 1000
 
 
+@dataclass(frozen=True)
+class Work:
+    """A prompt of `length` tokens."""
+
+    length: int
+
+    @property
+    def full_name(self) -> str:
+        return f"prefill.{self.length}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """-> exit code."""
     return options.main("prefill", run, argv)
@@ -32,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure every length; raises PalimpsestError for a model or folder of peers that cannot be used."""
-    lengths = QUICK if chosen.quick else tuple(LENGTHS)
-    model = str(embedded_model_path()) if chosen.model is None else chosen.model
-    ours = Ours(model, VARIANTS["float32"], sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads)
+    works = chosen.choose(map(Work, QUICK if chosen.quick else LENGTHS))
+    lengths = [work.length for work in works]
+    ours = Ours(chosen.model, VARIANTS["float32"], sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads)
     probe = Probe()
     rows, targets = [], []
     with chosen.start_peers() as peers:

@@ -65,8 +65,12 @@ def test_what_is_said_on_the_command_line_reaches_the_benchmark():
         seen.append(chosen)
         return report()
 
-    options.main("decode", run, ["--model", "m", "--peers", "p", "--quick", "--threads", "3", "--rounds", "7"])
-    assert seen == [options.Options("m", Path("p"), quick=True, threads=3, rounds=7, profile=False)]
+    options.main(
+        "decode",
+        run,
+        ["--model", "m", "--works", "a.1,b", "--peers", "p", "--quick", "--threads", "3", "--rounds", "7"],
+    )
+    assert seen == [options.Options("m", ("a.1", "b"), Path("p"), quick=True, threads=3, rounds=7, profile=False)]
 
 
 def test_mistakes_end_in_a_message_and_exit_code_2(capsys):
