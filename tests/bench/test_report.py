@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from palimpsest.bench import options
+from palimpsest import Engine, EngineConfig, SamplingParams
+from palimpsest.bench import decode, options, random_model
 from palimpsest.bench.clock import Sample
 from palimpsest.bench.costs import Cost
 from palimpsest.bench.limits import Limits
@@ -71,6 +72,39 @@ def test_what_is_said_on_the_command_line_reaches_the_benchmark():
         ["--model", "m", "--works", "a.1,b", "--peers", "p", "--quick", "--threads", "3", "--rounds", "7"],
     )
     assert seen == [options.Options("m", ("a.1", "b"), Path("p"), quick=True, threads=3, rounds=7, profile=False)]
+
+
+def test_works_are_chosen_by_the_heads_of_their_names():
+    works = [
+        decode.Work(1, 100, 1, ()),
+        decode.Work(1, 1000, 1, ()),
+        decode.Work(8, 1000, 1, ()),
+        decode.Memory("int8"),
+    ]
+
+    def choose(*names):
+        return options.Options("m", names, None, quick=False, threads=1, rounds=1, profile=False).choose(works)
+
+    assert choose() == works
+    assert choose("decode.100") == works[:1]
+    assert choose("decode", "memory") == [*works[:2], works[3]]
+    assert choose("decode_b8.1000") == works[2:3]
+    with pytest.raises(ConfigError, match=r"--works decode\.10:.* decode\.100, decode\.1000, decode_b8\.1000"):
+        choose("decode.10")
+
+
+def test_a_random_model_takes_no_peers(capsys):
+    assert options.main("decode", None, ["--model", "qwen2.5-0.5b-random", "--peers", "p"]) == 2
+    assert "leave out --peers" in capsys.readouterr().err
+
+
+def test_a_random_model_runs_and_leaves_nothing(monkeypatch, tmp_path):
+    small = {"hidden_size": 28, "intermediate_size": 32, "num_hidden_layers": 1}
+    monkeypatch.setitem(random_model.RANDOM_MODELS, "small", random_model.RANDOM_MODELS["qwen2.5-0.5b-random"] | small)
+    with random_model.random_model("small") as folder:
+        engine = Engine(folder, EngineConfig(kv_bytes=1 << 20))
+        assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finish_reason == "length"
+    assert not Path(folder).exists()
 
 
 def test_mistakes_end_in_a_message_and_exit_code_2(capsys):
