@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..engine.defaults import embedded_model_path
 from ..engine.errors import ConfigError
 from . import options
 from .clock import Sample
@@ -70,10 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure every part; raises PalimpsestError for a model or folder of peers that cannot be used."""
-    if chosen.profile:
-        raise ConfigError("chunk_latency has no profile; `palimpsest bench decode --profile` shows where a step goes")
+    if chosen.profile or chosen.works:
+        raise ConfigError(
+            "chunk_latency takes neither --profile nor --works; `palimpsest bench decode --profile` shows a step"
+        )
     works, opened = ((QUICK,), QUICK) if chosen.quick else (WORKS, OPEN)
-    model = str(embedded_model_path()) if chosen.model is None else chosen.model
+    model = chosen.model_path
     ours = Ours(
         model,
         VARIANTS["float32"],

@@ -92,7 +92,7 @@ def run(chosen: Options) -> Report:
     picked = chosen.choose(everything)
     works = [work for work in picked if isinstance(work, Work)]
     dtypes = [dtype for dtype in DTYPES if any(dtype in work.dtypes for work in works)]
-    engines = {dtype: _engine(chosen.model, dtype, works, chosen.threads) for dtype in dtypes}
+    engines = {dtype: _engine(chosen.model_path, dtype, works, chosen.threads) for dtype in dtypes}
     probe = Probe()
     rows, targets = [], []
     with chosen.start_peers() as peers:
@@ -105,7 +105,9 @@ def run(chosen: Options) -> Report:
             if chosen.profile:
                 for engine in ours:
                     _profile(engine, work)
-    targets += [_memory_target(chosen.model, one.dtype, chosen.threads) for one in picked if isinstance(one, Memory)]
+    targets += [
+        _memory_target(chosen.model_path, one.dtype, chosen.threads) for one in picked if isinstance(one, Memory)
+    ]
     return Report("decode", describe_machine(probe.isa, probe.best), rows, targets)
 
 

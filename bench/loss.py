@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure memory, then time. Raises ConfigError for options of other benchmarks and without the extension."""
-    if chosen.model is not None or chosen.peers is not None or chosen.profile:
+    if chosen.model is not None or chosen.works or chosen.peers is not None or chosen.profile:
         raise ConfigError(
-            "the loss is measured at a fixed size and beside torch: leave out --model, --peers, --profile"
+            "the loss is measured at a fixed size and beside torch: leave out --model, --works, --peers, --profile"
         )
     torch.set_num_threads(chosen.threads)
     work = QUICK if chosen.quick else FULL

@@ -34,17 +34,21 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """model: folder or GGUF file. works: names or heads of names, as in the targets; empty for all. threads: CPU
-    threads, of ours and of the peers.
+    """model: folder or GGUF file, None for the embedded one. works: names or heads of names, as in the targets; empty
+    for all. threads: CPU threads, of ours and of the peers.
     """
 
-    model: str
+    model: str | None
     works: tuple[str, ...]
     peers: Path | None
     quick: bool
     threads: int
     rounds: int
     profile: bool
+
+    @property
+    def model_path(self) -> str:
+        return str(embedded_model_path()) if self.model is None else self.model
 
     def choose(self, works: Iterable[Named]) -> list[Named]:
         """Those of `works` that are to be measured. Raises ConfigError for a name that none of them has."""
@@ -86,10 +90,10 @@ def _is_within(full_name: str, name: str) -> bool:
     return full_name == name or full_name.startswith(f"{name}.")
 
 
-def _model(name: str | None, peers: Path | None) -> AbstractContextManager[str]:
-    """The path of the model that --model names."""
-    if name not in RANDOM_MODELS:
-        return nullcontext(str(embedded_model_path()) if name is None else name)
+def _model(name: str | None, peers: Path | None) -> AbstractContextManager[str | None]:
+    """The path of the model that --model names, None when it names none."""
+    if name is None or name not in RANDOM_MODELS:
+        return nullcontext(name)
     if peers is not None:
         raise ConfigError(f"--model {name} has random weights that no peer has; leave out --peers")
     return random_model(name)

@@ -45,7 +45,9 @@ def run(chosen: Options) -> Report:
     """Measure every length; raises PalimpsestError for a model or folder of peers that cannot be used."""
     works = chosen.choose(map(Work, QUICK if chosen.quick else LENGTHS))
     lengths = [work.length for work in works]
-    ours = Ours(chosen.model, VARIANTS["float32"], sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads)
+    ours = Ours(
+        chosen.model_path, VARIANTS["float32"], sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads
+    )
     probe = Probe()
     rows, targets = [], []
     with chosen.start_peers() as peers:

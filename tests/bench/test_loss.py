@@ -43,7 +43,7 @@ def test_report(monkeypatch, capsys):
 
 def test_options_of_other_benchmarks_are_refused(capsys):
     assert main(["bench", "loss", "--model", "x"]) == 2
-    assert "leave out --model, --peers, --profile" in capsys.readouterr().err
+    assert "leave out --model, --works, --peers, --profile" in capsys.readouterr().err
 
 
 def test_how_far_memory_grew():
