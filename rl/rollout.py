@@ -11,7 +11,7 @@ from ..engine.reading import Reading
 from .advantage import choose_groups, is_mixed, shaping
 from .config import AlgorithmConfig
 from .rewards import Reward, Scorer
-from .trajectory import Group, Problem, Trajectory
+from .trajectory import Group, Problem, Trajectory, require_policy
 
 __all__ = ["Rollout"]
 
@@ -24,9 +24,11 @@ class Rollout:
     """
 
     def __init__(self, agent: MemoryAgent, reward: str | Reward, algorithm: AlgorithmConfig) -> None:
-        """reward: see Scorer. Raises ConfigError for an agent that keeps no turns: they are what is trained on."""
+        """reward: see Scorer. Raises ConfigError for an agent that keeps no turns, what is trained on, or that
+        samples with more than a temperature."""
         if not agent.config.keep_turns:
             raise ConfigError("AgentConfig.keep_turns is False, but turns are what is trained on; leave it True")
+        require_policy(agent.config.sampling)
         self.agent, self.algorithm, self.scorer = agent, algorithm, Scorer(reward)
         self.samples = self.rolled = 0
 

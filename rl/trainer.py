@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from ..engine import lora
-from ..engine.config import DTYPES, SamplingParams
+from ..engine.config import DTYPES
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError, RequestError
 from ..engine.memory import available_bytes
@@ -27,15 +27,9 @@ from .memory_plan import MemoryPlan, plan_memory
 from .optimizer import Optimizer
 from .statistics import LossStatistics
 from .trainer_config import TrainerConfig
-from .trajectory import Group
+from .trajectory import Group, require_policy
 
 __all__ = ["StepReport", "Trainer"]
-
-PLAIN = SamplingParams()
-# Everything else in SamplingParams changes what a token is drawn from, without a trace in its log-probability.
-NOT_THE_DISTRIBUTION = {
-    *("temperature", "seed", "max_tokens", "stop", "stop_ids", "ignore_eos", "top_logprobs", "prompt_logprobs")
-}
 
 
 @dataclass
@@ -114,8 +108,8 @@ class Trainer:
     def step(self, groups: Iterable[Group]) -> StepReport:
         """Train on groups: a list, or a generator whose rollout goes on while the first mini-batch is worked on.
 
-        Without groups nothing is updated. Raises RequestError for groups that were not drawn from the policy itself:
-        greedily, with filters or penalties, or, unless an importance correction is on, by other weights. If anything
+        Without groups nothing is updated. Raises ConfigError for groups that were drawn greedily, with filters or
+        penalties, and, unless an importance correction is on, RequestError for those of other weights. If anything
         fails, the parameters are as they were after the last update, and a generator's rollout is ended.
         """
         report, seen = StepReport(self.steps), LossStatistics.nothing()
@@ -163,17 +157,7 @@ class Trainer:
 
     def _require_own(self, group: Group) -> None:
         """Refuse what would make the ratio of new to old probability wrong."""
-        drawn = group.sampling
-        if drawn.temperature == 0:
-            raise RequestError(
-                "these rollouts are greedy (temperature=0): all readings of a group are the same; sample"
-            )
-        for name in sorted(vars(drawn).keys() - NOT_THE_DISTRIBUTION):
-            if getattr(drawn, name) != getattr(PLAIN, name):
-                raise RequestError(
-                    f"these rollouts were drawn with {name}={getattr(drawn, name)!r}, so not from the policy whose "
-                    "log-probabilities are known (those before filters and penalties); leave it off"
-                )
+        require_policy(group.sampling)
         if self.config.algorithm.correction != "none":
             return
         if group.weights_version != self.engine.weights_version:

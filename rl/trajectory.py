@@ -6,9 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..engine.config import SamplingParams
+from ..engine.errors import ConfigError
 from ..engine.reading import Turn
 
-__all__ = ["Group", "Problem", "Trajectory"]
+__all__ = ["Group", "Problem", "Trajectory", "require_policy"]
+
+# Everything else in SamplingParams changes what a token is drawn from, without a trace in its log-probability.
+NOT_THE_DISTRIBUTION = frozenset(
+    {"temperature", "seed", "max_tokens", "stop", "stop_ids", "ignore_eos", "top_logprobs", "prompt_logprobs"}
+)
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,18 @@ class Group:
     trajectories: Sequence[Trajectory]
     sampling: SamplingParams
     weights_version: int
+
+
+def require_policy(sampling: SamplingParams) -> None:
+    """Raise ConfigError for sampling that draws from anything but the policy, at whatever temperature."""
+    if sampling.temperature == 0:
+        raise ConfigError("temperature=0 is greedy, so all readings of a group would be the same; sample to train")
+    plain = SamplingParams()
+    for name in sorted(vars(sampling).keys() - NOT_THE_DISTRIBUTION):
+        value = getattr(sampling, name)
+        if value != getattr(plain, name):
+            raise ConfigError(
+                f"{name}={value!r} draws from something else than the policy whose log-probabilities are known (those "
+                "before filters and penalties); to train leave it off, as in "
+                "AgentConfig(sampling=SamplingParams(temperature=1.0))"
+            )

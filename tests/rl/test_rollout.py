@@ -128,3 +128,11 @@ def test_an_agent_without_turns_is_refused(folder: Path) -> None:
     agent.config = dataclasses.replace(agent.config, keep_turns=False)
     with pytest.raises(ConfigError, match="keep_turns"):
         Rollout(agent, "em", ALGORITHM)
+
+
+def test_filters_are_refused_before_anything_rolls_out(folder: Path) -> None:
+    agent = make_agent(folder)
+    for sampling, name in ((AgentConfig().sampling, "top_p=0.95"), (SamplingParams(temperature=0), "temperature=0")):
+        agent.config = dataclasses.replace(agent.config, sampling=sampling)
+        with pytest.raises(ConfigError, match=name):
+            Rollout(agent, "em", ALGORITHM)

@@ -295,7 +295,7 @@ def test_what_is_not_the_policys_own_is_refused(folder: Path) -> None:
         trainer = Trainer(engine, config_of(AlgorithmConfig(kl=0.0, correction=correction)))
         for name, value in others.items():
             drawn = dataclasses.replace(SAMPLED, **{name: value})
-            with pytest.raises(RequestError, match=name):
+            with pytest.raises(ConfigError, match=name):
                 trainer.step([dataclasses.replace(groups[0], sampling=drawn)])
     assert all(p.grad is None for p in engine.model.parameters()) and engine.weights_version == 0
     for changes, words in (
@@ -327,12 +327,13 @@ def test_a_rollout_that_fails_leaves_nothing_behind(folder: Path) -> None:
 def test_what_is_refused_ends_its_rollout(folder: Path) -> None:
     """Though the error still holds the generator, nothing is left that would hinder the next step."""
     engine = make_engine(folder)
-    agent = make_agent(engine, sampling=dataclasses.replace(SAMPLED, top_k=5))
     algorithm = AlgorithmConfig(kl=0.0, group_size=2)
-    trainer = Trainer(engine, config_of(algorithm))
+    trainer = Trainer(engine, config_of(algorithm, train_tokens=40))
     problems = [Problem(document, QUESTION, ()) for document in DOCUMENTS]
-    with pytest.raises(RequestError, match="top_k=5"):
-        trainer.step(Rollout(agent, "em", algorithm).groups(problems, 3))
+    rollout = Rollout(make_agent(engine), lambda answer, references: len(answer) % 3, algorithm)
+    with pytest.raises(ConfigError, match="train_tokens=40"):
+        trainer.step(rollout.groups(problems, 3))
+    trainer = Trainer(engine, config_of(algorithm))
     assert not engine.unfinished and trainer.step(roll(make_agent(engine))).updates == 1
 
 
