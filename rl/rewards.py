@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import string
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -74,7 +75,8 @@ REWARDS: Mapping[str, Reward] = MappingProxyType({"boxed_exact": boxed_exact, "e
 class Scorer:
     """Applies a reward; whatever it does, the result is a finite float.
 
-    failures: answers that it raised for, or returned no finite number for; they count 0. first_failure: why.
+    failures: answers that it raised for, or returned no finite number for; they count 0. first_failure: why, which is
+    also warned of.
     """
 
     def __init__(self, reward: str | Reward) -> None:
@@ -98,7 +100,9 @@ class Scorer:
 
     def _failed(self, why: str) -> float:
         self.failures += 1
-        self.first_failure = self.first_failure or why
+        if self.first_failure is None:
+            self.first_failure = why
+            warnings.warn(f"the reward function failed: {why}; such answers count 0", stacklevel=4)
         return 0.0
 
 

@@ -67,7 +67,9 @@ def test_a_reward_that_fails_counts_0_and_is_counted() -> None:
         return value  # type: ignore[return-value]
 
     scorer = Scorer(reward)
-    assert [scorer("", []) for _ in range(7)] == [1.0, 0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
+    with pytest.warns(UserWarning, match="reward function failed: TypeError") as seen:
+        assert [scorer("", []) for _ in range(7)] == [1.0, 0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert len(seen) == 1
     assert scorer.failures == 4 and scorer.first_failure is not None and "NoneType" in scorer.first_failure
     for wrong in ("boxed", 3):
         with pytest.raises(ConfigError, match="boxed_exact, em, f1, sub_em"):
