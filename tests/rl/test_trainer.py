@@ -331,8 +331,9 @@ def test_what_is_refused_ends_its_rollout(folder: Path) -> None:
     trainer = Trainer(engine, config_of(algorithm, train_tokens=40))
     problems = [Problem(document, QUESTION, ()) for document in DOCUMENTS]
     rollout = Rollout(make_agent(engine), lambda answer, references: len(answer) % 3, algorithm)
-    with pytest.raises(ConfigError, match="train_tokens=40"):
+    with pytest.raises(ConfigError, match="train_tokens=40") as held:
         trainer.step(rollout.groups(problems, 3))
+    assert held.tb is not None
     trainer = Trainer(engine, config_of(algorithm))
     assert not engine.unfinished and trainer.step(roll(make_agent(engine))).updates == 1
 
