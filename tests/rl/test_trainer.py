@@ -329,10 +329,11 @@ def test_what_is_refused_ends_its_rollout(folder: Path) -> None:
     engine = make_engine(folder)
     algorithm = AlgorithmConfig(kl=0.0, group_size=2)
     trainer = Trainer(engine, config_of(algorithm, train_tokens=40))
-    problems = [Problem(document, QUESTION, ()) for document in DOCUMENTS]
-    rollout = Rollout(make_agent(engine), lambda answer, references: len(answer) % 3, algorithm)
+    problems = [Problem(DOCUMENTS[1] * times, QUESTION, ()) for times in (1, 5)]
+    rewards = iter((0.0, 1.0, 0.0, 1.0))
+    rollout = Rollout(make_agent(engine), lambda answer, references: next(rewards), algorithm)
     with pytest.raises(ConfigError, match="train_tokens=40") as held:
-        trainer.step(rollout.groups(problems, 3))
+        trainer.step(rollout.groups(problems, 2))
     assert held.tb is not None
     trainer = Trainer(engine, config_of(algorithm))
     assert not engine.unfinished and trainer.step(roll(make_agent(engine))).updates == 1
