@@ -275,6 +275,7 @@ class Scheduler:
         sequence.computed = len(match.pages) * self.pool.page_size + match.partial
         if sequence.furthest == 0:
             sequence.counters.cached_tokens = sequence.computed
+        sequence.furthest = max(sequence.furthest, sequence.computed)
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.status = Status.RUNNING

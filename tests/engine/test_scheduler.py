@@ -185,6 +185,21 @@ def test_an_open_prompt_is_computed_whole_and_closed_as_it_is() -> None:
         assert 0 < opened.counters.recomputed_tokens <= PAGE
 
 
+def test_open_prompts_that_are_resident_never_take_each_others_place_for_ever() -> None:
+    machine = Machine(places=1)
+    prompt = list(range(1, 15))
+    machine.add(prompt, PARAMS)
+    machine.drain()
+    opened = [machine.add(prompt[:length], PARAMS, is_open=True) for length in (9, 12)]
+    machine.drain()
+    for sequence in opened:
+        machine.scheduler.close(sequence)
+        machine.drain()
+        assert list(sequence.response) == plain_loop(list(sequence.tokens[: sequence.prompt_length]), PARAMS)
+        assert sequence.counters.cached_tokens == sequence.prompt_length
+        assert sequence.counters.prefilled_tokens == 0, "its last page was computed again"
+
+
 def test_open_sequences_yield_places_and_pages_to_closed_ones() -> None:
     for limits in ({"places": 2}, {"num_pages": 8}):
         machine = Machine(budget=64, **limits)
