@@ -134,12 +134,13 @@ class Engine:
         self._require_weights("add a request")
         self._require_drafts(drafter)
         ids = prompt_ids(prompt, self.tokenizer, self.model.config.vocab_size)
-        sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter)
-        self.scheduler.add(sequence)
         if self.drafts and drafter is None and not is_open:
-            sequence.drafter = self._drafter(segments_of(prompt) or ids)
+            drafter = self._drafter(segments_of(prompt) or ids)
+        sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter)
+        text = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
+        self.scheduler.add(sequence)  # last of what can fail: it must not run without the rest
+        self._texts[sequence] = text
         self._next_id += 1
-        self._texts[sequence] = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
         return sequence
 
     def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .config import SamplingParams
+from .errors import RequestError
 
 if TYPE_CHECKING:
     from .draft import Drafter
@@ -19,10 +20,18 @@ __all__ = ["Completion", "Counters", "DraftCounters", "Segment", "Sequence", "St
 
 @dataclass(frozen=True)
 class Segment:
-    """A named piece of a prompt: "head", "problem", "memory", "chunk", "tail" and the like. ids: int32 token ids."""
+    """A named piece of a prompt: "head", "problem", "memory", "chunk", "tail" and the like. ids: int32 token ids.
+
+    Raises RequestError for ids of another type: pages, drafts and kernels read them where they lie.
+    """
 
     name: str
     ids: array[int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, array) or self.ids.typecode != "i":
+            kind = f"array({self.ids.typecode!r})" if isinstance(self.ids, array) else type(self.ids).__name__
+            raise RequestError(f"the ids of segment {self.name!r} must be array('i', ids), got {kind}")
 
 
 class Status(enum.Enum):

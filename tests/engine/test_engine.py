@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from array import array
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,6 +37,26 @@ def test_text_ids_and_segments_are_the_same_prompt(engine: Engine) -> None:
     assert by_text.token_ids == by_ids.token_ids == by_segments.token_ids
     assert by_text.text == engine.tokenizer.decode(by_text.token_ids)
     assert (by_text.finish_reason, len(by_text.token_ids), by_text.text_tokens) == ("length", 12, 12)
+
+
+@pytest.mark.parametrize("ids", [[5, 6], (5, 6), array("q", [5, 6]), torch.tensor([5, 6])], ids=lambda ids: repr(ids))
+def test_segments_are_of_int32_only(ids: object) -> None:
+    with pytest.raises(RequestError, match="segment 'memory' must be array"):
+        Segment("memory", ids)  # type: ignore[arg-type]
+
+
+def test_a_request_that_cannot_be_added_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(folder, replace(CONFIG, backend="cpu"))
+    for name, broken in (
+        ("Drafter", Mock(for_prompt=Mock(side_effect=MemoryError))),
+        ("TextStream", Mock(side_effect=MemoryError)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"palimpsest.engine.engine.{name}", broken)
+            with pytest.raises(MemoryError):
+                engine.add("The lamps", GREEDY)
+        assert not engine.unfinished
+    assert len(engine.generate(["The lamps"], GREEDY)) == 1
 
 
 def test_a_stop_string_across_tokens_ends_text_and_response(engine: Engine) -> None:
