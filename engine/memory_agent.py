@@ -62,7 +62,7 @@ class MemoryAgent:
         A task's place in the list is its sample index, so that equal tasks draw different numbers.
         Raises as `read` does; an error in one ends them all.
         """
-        readings = [self.open(*_task(task)) for task in tasks]
+        readings = [self.open(*task) for task in _tasks(tasks)]
         for _ in self._drive(readings):
             pass
         return [reading.answered() for reading in readings]
@@ -87,9 +87,10 @@ class MemoryAgent:
         become free. Closing the generator aborts what is under way. Raises as `read` does; an error in one ends them
         all.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise RequestError(f"n must be a whole number of at least 1, the readings per task; got {n!r}")
-        readings = (reading for task in tasks for reading in self._group(*_task(task), n))
+        for name, number, low in (("n", n, 1), ("first_sample", first_sample, 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < low:
+                raise RequestError(f"{name} must be a whole number of at least {low}, got {number!r}")
+        readings = (reading for task in _tasks(tasks) for reading in self._group(*task, n))
         with closing(self._drive(readings, first_sample)) as events:
             for place, event in events:
                 if isinstance(event, Answered):
@@ -182,11 +183,14 @@ class MemoryAgent:
                 pass
 
 
-def _task(task: object) -> tuple[str | Iterable[str], str]:
-    if not isinstance(task, (tuple, list)) or len(task) != 2:
-        raise RequestError(f"a task is a pair (document, question), got {task!r:.60}; read takes a single document")
-    document, question = task
-    return document, question
+def _tasks(tasks: object) -> Iterator[tuple[str | Iterable[str], str]]:
+    if not isinstance(tasks, Iterable):
+        raise RequestError(f"tasks are an iterable of pairs (document, question), got {tasks!r:.60}")
+    for task in tasks:
+        if not isinstance(task, (tuple, list)) or len(task) != 2:
+            raise RequestError(f"a task is a pair (document, question), got {task!r:.60}; read takes a single document")
+        document, question = task
+        yield document, question
 
 
 def _pieces(document: str | Iterable[str]) -> Iterator[str]:

@@ -143,8 +143,14 @@ def test_rollouts_come_as_they_finish_and_take_tasks_as_places_become_free(model
     next(unfinished)
     unfinished.close()
     rest(engine)
-    with pytest.raises(RequestError, match="n must be a whole number of at least 1"):
-        next(agent.rollouts([], 0))
+    for message, tasks, n, first in (
+        ("n must be a whole number of at least 1", [], 0, 0),
+        ("first_sample must be a whole number of at least 0", [], 2, -1),
+        ("first_sample must be a whole number of at least 0", [], 2, True),
+        ("tasks are an iterable of pairs", None, 2, 0),
+    ):
+        with pytest.raises(RequestError, match=message):
+            next(agent.rollouts(tasks, n, first_sample=first))
 
 
 Respond = Callable[[Sequence], array]
