@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 
-from ..engine.errors import ConfigError
+from ..engine.config import _require_int
+from ..engine.errors import ConfigError, RequestError
 from ..engine.memory_agent import MemoryAgent
 from ..engine.reading import Reading
 from .advantage import choose_groups, is_mixed, shaping
@@ -35,10 +36,15 @@ class Rollout:
     def groups(self, problems: Iterable[Problem], wanted: int) -> Generator[Group, None, None]:
         """Roll out `wanted` problems side by side; a group comes when it is complete, while others still run.
 
+        problems: an iterator goes on where the last call stopped, a list begins anew.
+
         With dynamic sampling groups whose answers are all right or all wrong are left out, and as many further problems
         are taken, max_refills times; when then there is no group at all, it warns and gives those left out. Fewer come
         when problems run out. Closing the generator ends what still rolls out.
+        Raises ConfigError for `wanted` below 1, RequestError for a problem that is no Problem and as MemoryAgent.read
+        does.
         """
+        _require_int("Rollout.groups", "wanted", wanted, 1)
         source = iter(problems)
         if not self.algorithm.dynamic_sampling:
             yield from self._roll(list(islice(source, wanted)))
@@ -59,6 +65,9 @@ class Rollout:
 
     def _roll(self, problems: list[Problem]) -> Iterator[Group]:
         agent, size = self.agent, self.algorithm.group_size
+        for problem in problems:
+            if not isinstance(problem, Problem):
+                raise RequestError(f"problems are rl.trajectory.Problem, got {problem!r:.60}")
         first, self.samples = self.samples, self.samples + size * len(problems)
         done: dict[int, dict[int, Reading]] = {}
         tasks = [(problem.document, problem.question) for problem in problems]

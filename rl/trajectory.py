@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..engine.config import SamplingParams
+from ..engine.config import SamplingParams, _require, _tuple
 from ..engine.errors import ConfigError
 from ..engine.reading import Turn
 
@@ -19,11 +19,19 @@ NOT_THE_DISTRIBUTION = frozenset(
 
 @dataclass(frozen=True)
 class Problem:
-    """document: text, whole or as a stream of texts. answers: what is right, for the reward."""
+    """document: text, whole or as a stream of texts. answers: each of them is right, for the reward.
+
+    Raises ConfigError for answers that are no list or tuple of str.
+    """
 
     document: str | Iterable[str]
     question: str
     answers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "answers", _tuple("Problem", "answers", self.answers))  # a str would be its letters
+        for answer in self.answers:
+            _require(isinstance(answer, str), f"Problem.answers must hold str, got {answer!r}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
 from palimpsest.engine.engine import Engine
-from palimpsest.engine.errors import ConfigError
+from palimpsest.engine.errors import ConfigError, RequestError
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
@@ -136,3 +136,16 @@ def test_filters_are_refused_before_anything_rolls_out(folder: Path) -> None:
         agent.config = dataclasses.replace(agent.config, sampling=sampling)
         with pytest.raises(ConfigError, match=name):
             Rollout(agent, "em", ALGORITHM)
+
+
+def test_what_is_no_problem_is_refused(folder: Path) -> None:
+    for answers in ("the keeper", [3]):  # a str would be its letters, and each of them right
+        with pytest.raises(ConfigError, match="answers must"):
+            Problem("text", "Who?", answers)  # type: ignore[arg-type]
+    assert Problem("text", "Who?", ["the keeper"]).answers == ("the keeper",)  # type: ignore[arg-type]
+    rollout = Rollout(make_agent(folder), "em", ALGORITHM)
+    with pytest.raises(ConfigError, match=r"wanted must .* at least 1"):
+        next(rollout.groups(problems(1), 0))
+    with pytest.raises(RequestError, match="problems are"):
+        next(rollout.groups([("text", "Who?")], 1))  # type: ignore[list-item]
+    assert rollout.samples == 0
