@@ -33,6 +33,12 @@ class Draft:
     ids: array[int]
     source: str
 
+    def head(self, most: int) -> Draft | None:
+        """Its first `most` tokens, None if there are none."""
+        if not self.ids or most <= 0:
+            return None
+        return self if len(self.ids) <= most else Draft(self.ids[:most], self.source)
+
 
 @dataclass
 class _Text:

@@ -19,6 +19,7 @@ from operator import eq
 from .draft import Draft
 from .errors import RequestError
 from .kv_cache import PagePool, shared_ids
+from .plan import Plan
 from .sequence import DraftCounters, Sequence, Status
 from .step import PageCopy, Span, SpanResult, Step
 
@@ -50,7 +51,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next step would compute anything; only open sequences can be without work."""
-        return any(_pending(sequence) > 0 for sequence in self.running) or any(map(_is_due, self.waiting))
+        return any(sequence.pending > 0 for sequence in self.running) or any(map(_is_due, self.waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. RequestError if it could never run, even alone."""
@@ -96,7 +97,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide the next step, moving sequences between waiting and running. Commit it before the next call."""
-        plan = _Plan(self.max_step_tokens)
+        plan = Plan(self.max_step_tokens)
         for rank in RANKS:
             for sequence in list(self.running):
                 if sequence.status is Status.RUNNING and _rank(sequence) == rank:
@@ -166,9 +167,9 @@ class Scheduler:
                 "lower max_tokens, or raise EngineConfig.kv_bytes or kv_share"
             )
 
-    def _continue(self, sequence: Sequence, plan: _Plan) -> None:
+    def _continue(self, sequence: Sequence, plan: Plan) -> None:
         """Give a running sequence as much of its pending tokens as the budget allows."""
-        length = max(min(_pending(sequence), plan.budget), 0)
+        length = max(min(sequence.pending, plan.budget), 0)
         missing = self.pool.pages_for(sequence.computed + length) - len(sequence.pages)
         while missing > self.pool.available:
             victim = self._last_open() or self.running[-1]
@@ -181,12 +182,12 @@ class Scheduler:
         else:
             self._prefill(sequence, plan)
 
-    def _prefill(self, sequence: Sequence, plan: _Plan) -> None:
+    def _prefill(self, sequence: Sequence, plan: Plan) -> None:
         """Take a prefill piece; the last one brings a draft. If there is no room for both, the piece before is cut.
 
         So the step that reads the end of a prompt may give the whole response.
         """
-        pending = _pending(sequence)
+        pending = sequence.pending
         draft = None
         if 0 < pending <= plan.budget:
             draft = self._propose(sequence, plan.budget - 1 if pending == 1 else self.max_step_tokens - 1)
@@ -198,11 +199,11 @@ class Scheduler:
             plan.take(sequence, pending)
             plan.add(sequence, draft)
 
-    def _draft_responses(self, plan: _Plan) -> None:
+    def _draft_responses(self, plan: Plan) -> None:
         """Draft for the sequences in their response, once each of them has its token of the budget."""
         width = len(plan.lengths)
         for sequence, length in plan.lengths.items():
-            draft = self._propose(sequence, plan.budget, width) if length == _pending(sequence) else None
+            draft = self._propose(sequence, plan.budget, width) if length == sequence.pending else None
             if draft is not None:
                 plan.add(sequence, draft)
 
@@ -215,14 +216,15 @@ class Scheduler:
             return None
         left = min(sequence.params.max_tokens - sequence.response_length, self.window - len(sequence.tokens))
         most = min(most, left - 1)
-        return _cut(sequence.drafter.propose(sequence.response, most, width), most) if most > 0 else None
+        draft = sequence.drafter.propose(sequence.response, most, width) if most > 0 else None
+        return None if draft is None else draft.head(most)
 
-    def _house_drafts(self, plan: _Plan) -> None:
+    def _house_drafts(self, plan: Plan) -> None:
         """Give the drafts pages of those that nothing else wants in this step, and cut what finds no place."""
         for sequence, draft in list(plan.drafts.items()):
             end = sequence.computed + plan.lengths[sequence]
             room = (len(sequence.pages) + self.pool.available) * self.pool.page_size - end
-            housed = _cut(draft, room)
+            housed = draft.head(room)
             if housed is None:
                 del plan.drafts[sequence]
                 continue
@@ -230,7 +232,7 @@ class Scheduler:
             missing = self.pool.pages_for(end + len(housed.ids)) - len(sequence.pages)
             sequence.pages.extend(self.pool.allocate(max(missing, 0)))
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: Plan) -> None:
         """Start waiting sequences while budget, places and pages last: closed ones in order, then open ones."""
         for sequence in sorted(self.waiting, key=lambda sequence: sequence.is_open):
             if not _is_due(sequence):
@@ -249,12 +251,12 @@ class Scheduler:
         wanted = sequence.tokens[:limit].tobytes()
         coming = 0
         for other in self.running:
-            if _pending(other) > 0 and not _is_decoding(other):
+            if other.pending > 0 and not _is_decoding(other):
                 shared = shared_ids(wanted, other.tokens[:limit].tobytes()) // size
                 coming = max(coming, shared if shared > other.computed // size else 0)
         return coming > 0 and coming > len(self.pool.match(sequence.tokens, limit).pages)
 
-    def _start(self, sequence: Sequence, plan: _Plan) -> bool:
+    def _start(self, sequence: Sequence, plan: Plan) -> bool:
         """Admit one sequence if the pages for all its tokens are there, taking those that are resident.
 
         A closed one takes place and pages of open ones where it must.
@@ -282,7 +284,7 @@ class Scheduler:
         self._prefill(sequence, plan)
         return True
 
-    def _make_way(self, plan: _Plan) -> None:
+    def _make_way(self, plan: Plan) -> None:
         """Nothing can run because open sequences that wait for input hold the pages or places: take them back, last
         first.
 
@@ -298,7 +300,7 @@ class Scheduler:
         """The open sequence that was admitted last."""
         return next((sequence for sequence in reversed(self.running) if sequence.is_open), None)
 
-    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         """Take a running sequence's pages and put it at the head of the queue, to be computed again."""
         plan.drop(sequence)
         self.running.remove(sequence)
@@ -383,54 +385,13 @@ class Scheduler:
         return None
 
 
-class _Plan:
-    """A step in the making: how many tokens each sequence gets, its draft, and what is left of the budget."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.lengths: dict[Sequence, int] = {}
-        self.drafts: dict[Sequence, Draft] = {}
-        self.copies: list[PageCopy] = []
-
-    def take(self, sequence: Sequence, length: int) -> None:
-        if length > 0:
-            self.lengths[sequence] = length
-            self.budget -= length
-
-    def add(self, sequence: Sequence, draft: Draft) -> None:
-        self.drafts[sequence] = draft
-        self.budget -= len(draft.ids)
-
-    def drop(self, sequence: Sequence) -> None:
-        self.budget += self.lengths.pop(sequence, 0)
-        draft = self.drafts.pop(sequence, None)
-        self.budget += 0 if draft is None else len(draft.ids)
-        self.copies = [copy for copy in self.copies if copy.target not in sequence.pages]
-
-    def step(self) -> Step:
-        spans = tuple(_span(sequence, length, self.drafts.get(sequence)) for sequence, length in self.lengths.items())
-        return Step(tuple(self.copies), spans)
-
-
-def _cut(draft: Draft | None, most: int) -> Draft | None:
-    """A draft's first `most` tokens, None if there are none."""
-    if draft is None or not draft.ids or most <= 0:
-        return None
-    return draft if len(draft.ids) <= most else Draft(draft.ids[:most], draft.source)
-
-
-def _pending(sequence: Sequence) -> int:
-    """Tokens that could be computed now."""
-    return len(sequence.tokens) - sequence.computed
-
-
 def _is_due(sequence: Sequence) -> bool:
     """Whether a waiting sequence should be admitted.
 
     An open one whose tokens were all computed before, and that gave its pages up since, waits until it grows or closes:
     two such could take each other's pages for ever.
     """
-    return _pending(sequence) > 0 and not (sequence.is_open and sequence.furthest >= len(sequence.tokens))
+    return sequence.pending > 0 and not (sequence.is_open and sequence.furthest >= len(sequence.tokens))
 
 
 def _rank(sequence: Sequence) -> int:
@@ -443,34 +404,8 @@ def _shareable(sequence: Sequence) -> int:
 
     Not the last one of a closed sequence, as the response is drawn from its row, nor any whose row owes a score.
     """
-    return min(len(sequence.tokens) - (not sequence.is_open), _first_unscored(sequence))
+    return min(len(sequence.tokens) - (not sequence.is_open), sequence.first_unscored)
 
 
 def _is_decoding(sequence: Sequence) -> bool:
     return not sequence.is_open and sequence.computed >= sequence.prompt_length
-
-
-def _first_unscored(sequence: Sequence) -> int:
-    """Position of the first row whose prompt log-probability is still owed; past the end when none is."""
-    if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_length:
-        return len(sequence.prompt_logprobs) - 1
-    return len(sequence.tokens)
-
-
-def _span(sequence: Sequence, length: int, draft: Draft | None) -> Span:
-    start, end = sequence.computed, sequence.computed + length
-    scored_from, targets = 0, array("i")
-    if _first_unscored(sequence) < end:
-        scored = range(max(start, _first_unscored(sequence)), min(end, sequence.prompt_length - 1))
-        scored_from, targets = scored.start - start, sequence.tokens[scored.start + 1 : scored.stop + 1]
-    return Span(
-        sequence=sequence,
-        start=start,
-        ids=sequence.tokens[start:end],
-        pages=tuple(sequence.pages),
-        samples=end == len(sequence.tokens) and not sequence.is_open,
-        scored_from=scored_from,
-        scored_targets=targets,
-        draft=array("i") if draft is None else draft.ids,
-        source="" if draft is None else draft.source,
-    )

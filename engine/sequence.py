@@ -130,6 +130,7 @@ class Sequence:
         0 ............ computed ............ len(tokens)
         KV in `pages`  |  still to compute
 
+    furthest: the most tokens of it that pages ever held, here or in the prefix index.
     is_open: the prompt may still grow (Engine.extend); nothing is sampled before it is closed.
     sample, turn: with the seed they key the random stream.
     drafter: proposes what the response may be; None: every token takes a step.
@@ -165,6 +166,18 @@ class Sequence:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def pending(self) -> int:
+        """Tokens that could be computed now."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def first_unscored(self) -> int:
+        """Position of the first row whose prompt log-probability is still owed; past the end when none is."""
+        if self.params.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_length:
+            return len(self.prompt_logprobs) - 1
+        return len(self.tokens)
 
     @property
     def finished(self) -> bool:
