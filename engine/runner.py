@@ -25,8 +25,9 @@ from .step import PageCopy, Span, SpanResult, Step
 
 __all__ = ["Runner", "page_bytes"]
 
-# Rows that go through the head at once: bounds the [rows, vocabulary] logits.
-HEAD_TILE = 64
+# Rows that go through the head at once: bounds the [rows, vocabulary] logits. Of drafts few at first and twice as many
+# each time: most that are wrong are so early.
+HEAD_TILE, FIRST_TILE = 64, 8
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -132,9 +133,10 @@ class Runner:
         runs = {
             i: Run(span, starts[i] + len(span.ids) - 1, self.eos_ids) for i, span in enumerate(spans) if span.samples
         }
-        live = list(runs.values())
+        live, most = list(runs.values()), FIRST_TILE
         while live:
-            parts = tile(live, HEAD_TILE)
+            parts = tile(live, min(max(most, len(live)), HEAD_TILE))
+            most *= 2
             logits = self.model.logits(hidden[[row for run, count in parts for row in run.rows(count)]])
             rows = [row for run, count in parts for row in run.sample_rows(count)]
             drawn = iter(sample(logits, rows, self.model.ops))
