@@ -205,7 +205,7 @@ def test_head_rows_go_in_tiles_and_stop_at_the_first_wrong_token(
     wrong, nothing = Scripted(array("i", [3] * 79)), Scripted(array("i"), longest=0)
     logits, rows = engine.model.logits, []
     monkeypatch.setattr(engine.model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
-    for drafters, tiles in (([Scripted(expected.token_ids)], [64, 15]), ([wrong, nothing], [32 + 1])):
+    for drafters, tiles in (([Scripted(expected.token_ids)], [8, 16, 32, 23]), ([wrong, nothing], [4 + 1])):
         reshape(engine, budget=400)
         rows.clear()
         sequences = [
