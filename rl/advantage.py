@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 from ..engine.errors import RequestError
 from .config import AlgorithmConfig
 
-__all__ = ["advantages", "choose_groups", "is_mixed", "overlong_penalty", "shaping"]
+__all__ = ["advantages", "is_mixed", "overlong_penalty", "shaping"]
 
 STD_EPSILON = 1e-6
 SAME = 1e-6  # correctness within this is equal
@@ -38,25 +37,11 @@ def advantages(rewards: Sequence[float], config: AlgorithmConfig) -> list[float]
 
 
 def is_mixed(correct: Sequence[float]) -> bool:
-    """Whether a group has something to learn from: its raw correctness (no shaping in it) is not all the same."""
-    return bool(correct) and max(correct) - min(correct) > SAME
+    """Whether a group has something to learn from: its raw correctness (no shaping in it) is not all the same.
 
-
-def choose_groups(correct: Sequence[Sequence[float]], wanted: int) -> list[int]:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): the first `wanted` mixed groups of those rolled out, in order.
-
-    correct: raw correctness of each group's trajectories. Fewer when there are fewer; when no group is mixed, a warning
-    and the first `wanted` of all, so that training goes on.
+    The filter of dynamic sampling (DAPO, arXiv 2503.14476).
     """
-    mixed = [i for i, group in enumerate(correct) if is_mixed(group)]
-    if not mixed and correct:
-        warnings.warn(
-            f"of {len(correct)} groups none has both right and wrong answers, so no reward teaches anything; "
-            "if it goes on, choose easier or harder problems or a larger group_size",
-            stacklevel=2,
-        )
-        return list(range(min(wanted, len(correct))))
-    return mixed[:wanted]
+    return bool(correct) and max(correct) - min(correct) > SAME
 
 
 def overlong_penalty(tokens: int, limit: int, share: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 
@@ -9,7 +10,7 @@ from ..engine.config import _require_int
 from ..engine.errors import ConfigError, RequestError
 from ..engine.memory_agent import MemoryAgent
 from ..engine.reading import Reading
-from .advantage import choose_groups, is_mixed, shaping
+from .advantage import is_mixed, shaping
 from .config import AlgorithmConfig
 from .rewards import Reward, Scorer
 from .trajectory import Group, Problem, Trajectory, require_policy
@@ -60,8 +61,13 @@ class Rollout:
                     dull.append(group)
             if given == wanted or not chosen:
                 break
-        if not given:
-            yield from (dull[i] for i in choose_groups([_correct(group) for group in dull], wanted))
+        if not given and dull:
+            warnings.warn(
+                f"of {len(dull)} groups none has both right and wrong answers, so no reward teaches anything; "
+                "if it goes on, choose easier or harder problems or a larger group_size",
+                stacklevel=2,
+            )
+            yield from dull[:wanted]
 
     def _roll(self, problems: list[Problem]) -> Iterator[Group]:
         agent, size = self.agent, self.algorithm.group_size

@@ -1,4 +1,4 @@
-"""Advantages, shaping and the choice of groups, by hand."""
+"""Advantages, shaping and which groups teach, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from palimpsest.engine.errors import RequestError
-from palimpsest.rl.advantage import advantages, choose_groups, is_mixed, overlong_penalty, shaping
+from palimpsest.rl.advantage import advantages, is_mixed, overlong_penalty, shaping
 from palimpsest.rl.config import AlgorithmConfig
 
 REWARDS = [1.0, 0.0, 0.0, 0.5, 1.0]
@@ -37,15 +37,6 @@ def test_rewards_must_be_finite(wrong: float) -> None:
 def test_dynamic_sampling_looks_at_raw_correctness() -> None:
     """Shaped rewards would differ in an all-wrong group; correctness does not."""
     assert is_mixed([0.0, 1.0]) and not is_mixed([0.0, 0.0]) and not is_mixed([1.0, 1.0 - 1e-9]) and not is_mixed([])
-    groups = [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.3], [1.0, 0.0]]
-    assert choose_groups(groups, 2) == [1, 3]
-    assert choose_groups(groups, 9) == [1, 3, 4]
-    assert choose_groups([], 3) == []
-
-
-def test_no_mixed_group_is_survived() -> None:
-    with pytest.warns(UserWarning, match="of 3 groups none has both right and wrong answers"):
-        assert choose_groups([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]], 2) == [0, 1]
 
 
 def test_overlong_penalty() -> None:

@@ -1,4 +1,4 @@
-"""AlgorithmConfig: presets and what is refused. Advantages: by hand."""
+"""AlgorithmConfig: presets and what is refused."""
 
 from __future__ import annotations
 
