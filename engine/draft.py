@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .acceptance import PROBE_EVERY, Acceptance
-from .sequence import DraftCounters, Segment
+from .sequence import Segment
 from .suffix_automaton import SuffixAutomaton
 
 __all__ = ["Draft", "Drafter"]
@@ -54,30 +54,21 @@ class Drafter:
 
     The place moves on with each token. A token that differs is taken for a replaced one, until the longest end of the
     response that stands elsewhere is longer than the faith in the place.
-
-    statistics: by source, what came of the drafts.
     """
 
     def __init__(self, texts: Mapping[str, array[int]], acceptance: Acceptance, *, repeats: bool) -> None:
         """texts: by source, the most promising first. repeats: the response should repeat the first from its start."""
-        self.statistics: dict[str, DraftCounters] = {}
         self._texts = [_Text(source, ids) for source, ids in texts.items()]
         self._acceptance, self._repeats = acceptance, repeats
         self._siblings: dict[int, _Text] = {}
         self._restart()
 
     @classmethod
-    def for_prompt(
-        cls,
-        prompt: Iterable[int] | Iterable[Segment],
-        siblings: Iterable[array[int]] = (),
-        acceptance: Acceptance | None = None,
-    ) -> Drafter:
+    def for_prompt(cls, prompt: Iterable[int] | Iterable[Segment], acceptance: Acceptance | None = None) -> Drafter:
         """The drafter of a prompt, given as segments or ids.
 
         A prompt with a memory and a chunk is expected to give the memory again, with things from the chunk; any other
-        one may be quoted. siblings: memories that others wrote of the same chunk. acceptance: that of the turns before,
-        None for a fresh one.
+        one may be quoted. acceptance: that of the turns before, None for a fresh one.
         """
         parts: list[Any] = list(prompt)
         segments = {part.name: part.ids for part in parts if isinstance(part, Segment)}
@@ -85,10 +76,7 @@ class Drafter:
             texts = {name: segments[name] for name in (REWRITTEN, *LOOKED_UP)}
         else:
             texts = {PROMPT: _flat(parts)}
-        drafter = cls(texts, Acceptance() if acceptance is None else acceptance, repeats=REWRITTEN in texts)
-        for writer, ids in enumerate(siblings):
-            drafter.extend(writer, ids)
-        return drafter
+        return cls(texts, Acceptance() if acceptance is None else acceptance, repeats=REWRITTEN in texts)
 
     def extend(self, writer: int, ids: array[int]) -> None:
         """Sibling number `writer` has written these further ids (int32) of its memory."""
@@ -122,7 +110,6 @@ class Drafter:
 
     def record(self, draft: Draft, accepted: int) -> None:
         """Learn that the first `accepted` ids of a draft, or of the head of it that there was room for, were drawn."""
-        self.statistics.setdefault(draft.source, DraftCounters()).add(len(draft.ids), accepted)
         self._acceptance.record(draft.source, len(draft.ids), accepted)
         self._drafted = len(self._seen) + accepted + 1
 
