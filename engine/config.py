@@ -24,6 +24,7 @@ KV_DTYPES = (*DTYPES, "int8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
 WEIGHTS = ("native", *QUANTISED, "file")
+MEMORY_KV = ("exact", "carried")
 ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
@@ -263,6 +264,9 @@ class AgentConfig:
     strip_thinking: a memory is what follows the last </think>, from the first token wholly after the tag on: line
     breaks in one token with its end go with it. Without the tag, as when the limit cut the thinking, all of it is kept,
     as in MemAgent's evaluation: an empty memory would lose everything read before.
+    memory_kv: "exact" computes a memory's KV in the prompt that it stands in. "carried" moves the KV with which it was
+    written there instead, all but the first tokens: approximate, not for training, without open prompts and resuming;
+    how much is carried, and so the result, may depend on what else the engine does.
     keep_turns: keep every turn's ids and text in the Reading; without it only counters stay in memory.
     """
 
@@ -273,6 +277,7 @@ class AgentConfig:
     final_form: str | Template = "boxed"
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7, top_p=0.95))
     strip_thinking: bool = False
+    memory_kv: str = "exact"
     keep_turns: bool = True
 
     def __post_init__(self) -> None:
@@ -280,6 +285,7 @@ class AgentConfig:
             _require_int("AgentConfig", name, getattr(self, name), 1)
         for name in ("strip_thinking", "keep_turns"):
             _require_bool("AgentConfig", name, getattr(self, name))
+        _require_choice("AgentConfig", "memory_kv", self.memory_kv, MEMORY_KV)
         _require(
             isinstance(self.sampling, SamplingParams),
             f"AgentConfig.sampling must be SamplingParams, got {self.sampling!r}",

@@ -16,6 +16,7 @@ import torch
 
 from . import checkpoint
 from .acceptance import Acceptance, StepCost
+from .carried import Carried
 from .config import EngineConfig, SamplingParams
 from .detokenizer import TextStream
 from .draft import Drafter
@@ -115,12 +116,16 @@ class Engine:
         turn: int = 0,
         is_open: bool = False,
         drafter: Drafter | None = None,
+        keep_kv: bool = False,
+        carried: Carried | None = None,
     ) -> Sequence:
         """Queue a prompt: text (special tokens recognised), token ids, or segments. Its updates come from `step`.
 
         sample, turn: with params.seed they choose the random stream. is_open: the prompt may grow by `extend` until
-        `close`. drafter: proposes what the response may be; by default one that reads the prompt. Raises RequestError
-        if it can never be served.
+        `close`. drafter: proposes what the response may be; by default one that reads the prompt. keep_kv: its pages
+        stay when it has finished, until another prompt carries its KV on, it is aborted, or the pages are needed.
+        carried: such KV for a part of this prompt, approximate; what was lost meanwhile is computed. Raises
+        RequestError if it can never be served, ConfigError for carried KV where KV is int8.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -129,14 +134,17 @@ class Engine:
         for name, number in (("sample", sample), ("turn", turn)):
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63:
                 raise RequestError(f"{name} must be a whole number of at least 0, got {number!r}")
-        if not isinstance(is_open, bool):
-            raise RequestError(f"is_open must be True or False, got {is_open!r}")
+        for name, flag in (("is_open", is_open), ("keep_kv", keep_kv)):
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name} must be True or False, got {flag!r}")
         self._require_weights("add a request")
         self._require_drafts(drafter)
         ids = prompt_ids(prompt, self.tokenizer, self.model.config.vocab_size)
+        if carried is not None:
+            self.require_carriable()
         if self.drafts and drafter is None and not is_open:
             drafter = self._drafter(segments_of(prompt) or ids)
-        sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter)
+        sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter, keep_kv, carried)
         text = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
         self.scheduler.add(sequence)  # last of what can fail: it must not run without the rest
         self._texts[sequence] = text
@@ -162,7 +170,10 @@ class Engine:
             sequence.drafter = self._drafter(sequence.tokens)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence in any state; `step` reports it with finish_reason "abort". A finished one stays as it is."""
+        """End a sequence in any state; `step` reports it with finish_reason "abort".
+
+        A finished one stays as it is, but lets go of KV that it keeps.
+        """
         self._require_own(sequence)
         self._end(sequence, reported=True)
 
@@ -241,6 +252,7 @@ class Engine:
         finally:
             self._updating = False
             self.weights_version += 1
+            self.scheduler.let_go_all()
             self.scheduler.pool.forget()
             self.runner.refresh()
 
@@ -275,6 +287,14 @@ class Engine:
             for sequence in list(sequences):
                 self._end(sequence, reported=False)
 
+    def require_carriable(self) -> None:
+        """Raises ConfigError where KV can't be moved to other positions."""
+        if self.config.kv_dtype == "int8":
+            raise ConfigError(
+                "KV in int8 can't be carried to other positions: its keys would be rounded twice; use "
+                "kv_dtype='float32' or 'bfloat16', or memory_kv='exact'"
+            )
+
     def _end(self, sequence: Sequence, reported: bool) -> None:
         """Abort between two steps: now, or before the next one. reported: whether anybody will read of it.
 
@@ -288,7 +308,9 @@ class Engine:
         self._stepping = True
         while self._to_end:
             sequence, reported = self._to_end.popleft()
-            if not sequence.finished:
+            if sequence.finished:
+                self.scheduler.let_go(sequence)
+            else:
                 self.scheduler.finish(sequence, "abort")
                 self._undelivered.append(self._update(sequence, array("i")))
             if not reported:

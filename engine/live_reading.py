@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from .acceptance import Acceptance
+from .carried import Carried
 from .draft import Drafter
 from .errors import RequestError
 from .memory_reading import MemoryReading
@@ -14,6 +16,7 @@ from .open_prompt import OpenPrompt
 from .reading import Answered, Event, Request, TextProgress, Turn, TurnEnded
 from .sequence import Completion, Sequence
 from .stream import Update
+from .templates import Slot
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -37,6 +40,7 @@ class LiveReading:
         self._running: tuple[Request, Sequence] | None = None
         self._following: OpenPrompt | None = None
         self._acceptance = Acceptance(engine.step_cost)
+        self._carries = reading.carries
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -44,8 +48,8 @@ class LiveReading:
         opened = None if self._following is None else self._following.sequence
         return [sequence for sequence in (self._running and self._running[1], opened) if sequence is not None]
 
-    def take_turn(self) -> Iterator[Event]:
-        """Begin the next turn, or end with the answer."""
+    def take_turn(self, ended: Turn | None = None) -> Iterator[Event]:
+        """Begin the next turn, or end with the answer. ended: the turn before it, if it was taken here."""
         request = self._reading.next()
         if request is None:
             self.finished = True
@@ -57,13 +61,19 @@ class LiveReading:
             self._reading.siblings.begin(self.place, request.index, drafter)
         if self._following is None:
             sequence = self._engine.add(
-                request.segments, request.params, sample=self._sample, turn=request.index, drafter=drafter
+                request.segments,
+                request.params,
+                sample=self._sample,
+                turn=request.index,
+                drafter=drafter,
+                keep_kv=self._carries and request.kind == "update",
+                carried=self._carried(request, ended) if self._carries else None,
             )
         else:
             sequence = self._following.close(request, drafter)
         self._running, self._following = (request, sequence), None
         yield self._reading.started(request)
-        if self._engine.config.open_prompt and request.kind == "update":
+        if self._engine.config.open_prompt and request.kind == "update" and not self._carries:
             self._following = OpenPrompt(self._engine, request, self._reading.following(), self._sample)
             self._following.feed(array("i"))
 
@@ -82,11 +92,21 @@ class LiveReading:
         turn = _ended(request, update.completion)
         self._reading.record(turn)
         yield TurnEnded(turn, self._reading.memory_text, self._reading.counters.document_tokens)
-        yield from self.take_turn()
+        yield from self.take_turn(turn)
 
     def _look_ahead(self, written: array[int]) -> None:
         if self._following is not None:
             self._following.feed(self._reading.memory_so_far(written))
+
+    def _carried(self, request: Request, ended: Turn | None) -> Carried | None:
+        """The KV of the memory that the turn before has written."""
+        if ended is None or self._running is None:
+            return None
+        before = takewhile(lambda segment: segment.name != Slot.MEMORY, request.segments)
+        position = sum(len(segment.ids) for segment in before)
+        memory = len(self._reading.memory)
+        length = min(memory, len(request.prompt_ids) - 1 - position)
+        return Carried.of_response(self._running[1], ended.text_tokens - memory, position, length)
 
 
 def _ended(request: Request, completion: Completion) -> Turn:

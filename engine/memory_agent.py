@@ -37,10 +37,13 @@ class MemoryAgent:
     """
 
     def __init__(self, engine: Engine, config: AgentConfig | None = None) -> None:
-        """Raises ConfigError for a model without a chat template, or with one that changes what a user says."""
+        """Raises ConfigError for a model without a chat template, or with one that changes what a user says, and for
+        memory_kv="carried" where the engine's KV can't be moved."""
         self.config = AgentConfig() if config is None else config
         if not isinstance(self.config, AgentConfig):
             raise ConfigError(f"a memory agent's configuration is an AgentConfig, got {config!r}")
+        if self.config.memory_kv == "carried":
+            engine.require_carriable()
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.update_prompt = TokenTemplate(find_update(self.config.template), engine.tokenizer)

@@ -72,6 +72,11 @@ class MemoryReading:
         self.counters.empty_memories += not self.memory
 
     @property
+    def carries(self) -> bool:
+        """Whether a memory's KV is carried from the turn that wrote it to the next."""
+        return self._agent.config.memory_kv == "carried"
+
+    @property
     def memory_text(self) -> str:
         return self._agent.tokenizer.decode(self.memory)
 

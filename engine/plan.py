@@ -6,7 +6,7 @@ from array import array
 
 from .draft import Draft
 from .sequence import Sequence
-from .step import PageCopy, Span, Step
+from .step import KVMove, PageCopy, Span, Step
 
 __all__ = ["Plan"]
 
@@ -19,6 +19,7 @@ class Plan:
         self.lengths: dict[Sequence, int] = {}
         self.drafts: dict[Sequence, Draft] = {}
         self.copies: list[PageCopy] = []
+        self.moves: dict[Sequence, KVMove] = {}
 
     def take(self, sequence: Sequence, length: int) -> None:
         """Let a sequence compute its next `length` tokens, if any."""
@@ -34,6 +35,7 @@ class Plan:
     def drop(self, sequence: Sequence) -> None:
         """Leave a sequence out, whose pages are about to be taken."""
         self.budget += self.lengths.pop(sequence, 0)
+        self.moves.pop(sequence, None)
         draft = self.drafts.pop(sequence, None)
         self.budget += 0 if draft is None else len(draft.ids)
         self.copies = [copy for copy in self.copies if copy.target not in sequence.pages]
@@ -41,7 +43,7 @@ class Plan:
     def step(self) -> Step:
         """The finished plan."""
         spans = tuple(_span(sequence, length, self.drafts.get(sequence)) for sequence, length in self.lengths.items())
-        return Step(tuple(self.copies), spans)
+        return Step(tuple(self.copies), spans, tuple(self.moves.values()))
 
 
 def _span(sequence: Sequence, length: int, draft: Draft | None) -> Span:

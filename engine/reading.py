@@ -54,8 +54,8 @@ class Turn:
     text: the response without special tokens, cut before a stop string.
     logprobs: per response token, in nats (see Completion). finish_reason: "stop" or "length".
     prefilled_tokens, decode_steps: what the turn cost the engine. prefilled_ahead: of the tokens prefilled, those that
-    the turn before had not ended for. cached_tokens: prompt tokens that were resident already. drafts: by source, what
-    came of drafts.
+    the turn before had not ended for. cached_tokens: prompt tokens that were resident already. carried_tokens: those
+    with the approximate KV of AgentConfig.memory_kv="carried". drafts: by source, what came of drafts.
     """
 
     kind: Kind
@@ -71,6 +71,7 @@ class Turn:
     decode_steps: int
     prefilled_ahead: int = 0
     cached_tokens: int = 0
+    carried_tokens: int = 0
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
 
     @classmethod
@@ -90,6 +91,7 @@ class Turn:
             decode_steps=completion.counters.decode_steps,
             prefilled_ahead=completion.counters.prefilled_ahead,
             cached_tokens=completion.counters.cached_tokens,
+            carried_tokens=completion.counters.carried_tokens,
             drafts=completion.counters.drafts,
         )
 
@@ -100,7 +102,7 @@ class ReadingCounters:
 
     document_tokens: tokens of the chunks whose turns have ended. truncated_memories: memories cut at their limit, which
     are used as they are. empty_memories: memories without a token. seconds: the sum over the turns.
-    prefilled_tokens, prefilled_ahead, cached_tokens, decode_steps, drafts: as in Turn, summed.
+    prefilled_tokens, prefilled_ahead, cached_tokens, carried_tokens, decode_steps, drafts: as in Turn, summed.
     """
 
     turns: int = 0
@@ -108,6 +110,7 @@ class ReadingCounters:
     prefilled_tokens: int = 0
     prefilled_ahead: int = 0
     cached_tokens: int = 0
+    carried_tokens: int = 0
     decode_steps: int = 0
     truncated_memories: int = 0
     empty_memories: int = 0
@@ -119,6 +122,7 @@ class ReadingCounters:
         self.prefilled_tokens += turn.prefilled_tokens
         self.prefilled_ahead += turn.prefilled_ahead
         self.cached_tokens += turn.cached_tokens
+        self.carried_tokens += turn.carried_tokens
         self.decode_steps += turn.decode_steps
         self.seconds += turn.seconds
         for source, counters in turn.drafts.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["rotary_tables"]
+__all__ = ["rotary_tables", "turn_keys"]
 
 
 def rotary_tables(head_dim: int, theta: float, scaling: Mapping[str, Any] | None, window: int) -> tuple[Tensor, Tensor]:
@@ -30,6 +30,19 @@ def rotary_tables(head_dim: int, theta: float, scaling: Mapping[str, Any] | None
             inverse, magnitude = _yarn(inverse, theta, head_dim, scaling), _yarn_magnitude(scaling)
     angles = torch.arange(window, dtype=torch.float32)[:, None] * inverse[None, :]
     return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def turn_keys(keys: Tensor, old: Tensor, new: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys [N, kv_heads, head_dim] of positions `old`, as they are at positions `new`, in the keys' type, rounded once.
+
+    old, new: int64 [N]. cos, sin: the model's tables. A table's entry is a 2x2 matrix, magnitude times rotation. That
+    of the old position is inverted whole, so that YaRN's magnitude does not enter twice.
+    """
+    c, s, c_new, s_new = (table[at].double().unsqueeze(1) for at in (old, new) for table in (cos, sin))
+    square = c * c + s * s
+    turn_c, turn_s = (c_new * c + s_new * s) / square, (s_new * c - c_new * s) / square
+    first, second = keys.double().chunk(2, dim=-1)
+    return torch.cat((first * turn_c - second * turn_s, second * turn_c + first * turn_s), dim=-1).to(keys.dtype)
 
 
 def _llama3(inverse: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -19,9 +19,10 @@ from .layer_stack import LayerStack
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
 from .ops import Spans
+from .rotary import turn_keys
 from .run import Run, tile
 from .sampler import prompt_logprobs, sample
-from .step import PageCopy, Span, SpanResult, Step
+from .step import KVMove, PageCopy, Span, SpanResult, Step
 
 __all__ = ["Runner", "page_bytes"]
 
@@ -71,6 +72,8 @@ class Runner:
     def run(self, step: Step) -> list[SpanResult]:
         """Compute a step; -> one result per span, in order."""
         self._copy(step.copies)
+        for move in step.moves:
+            self._move(move)
         if not step.spans:
             return []
         hidden = self.run_layers(self._batch(step.spans))
@@ -88,6 +91,17 @@ class Runner:
         for layer in self.pages:
             for pages in (layer.key, layer.value):
                 pages[targets] = pages[sources]
+
+    def _move(self, move: KVMove) -> None:
+        """Copy KV to other positions, each key turned once from what the model made of it."""
+        old, new = (torch.arange(at, at + move.length) for at in (move.source, move.target))
+        source, target = (
+            (torch.tensor(pages)[at // self.page_size], slice(None), at % self.page_size)
+            for pages, at in ((move.source_pages, old), (move.target_pages, new))
+        )
+        for layer in self.pages:
+            layer.key[target] = turn_keys(layer.key[source], old, new, self.model.cos, self.model.sin)
+            layer.value[target] = layer.value[source]
 
     def _batch(self, spans: tuple[Span, ...]) -> Batch:
         lengths = np.array([span.rows for span in spans], dtype=np.int32)

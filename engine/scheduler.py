@@ -4,7 +4,8 @@ Sequences in their response go first, with their drafts, then prefill pieces, th
 one token budget. A prompt is admitted when pages for the whole of it are there, and when no running one is about to
 fill pages that it could share. When a running sequence needs a page and none is left, the sequence admitted last gives
 up its pages and is computed again later; the oldest one always goes on, so all finish. Open sequences are work ahead of
-time: they run on the tokens, places and pages that closed ones leave. Drafts get what pages are left then.
+time: they run on the tokens, places and pages that closed ones leave. Drafts get what pages are left then. Pages that a
+finished sequence keeps, for a prompt that carries its KV on, are the first to be taken back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import eq
 
+from .carried import RECOMPUTED
 from .draft import Draft
 from .errors import RequestError
 from .kv_cache import PagePool, shared_ids
@@ -43,6 +45,7 @@ class Scheduler:
         self.eos_ids = eos_ids
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.kept: list[Sequence] = []
 
     @property
     def unfinished(self) -> bool:
@@ -60,6 +63,7 @@ class Scheduler:
         if sequence.is_open and sequence.params.prompt_logprobs:
             raise RequestError("prompt_logprobs can't be asked for an open sequence; add the whole prompt at once")
         self._require_room(sequence, len(sequence.tokens))
+        self._take_over(sequence)
         sequence.append_prompt(())
         if sequence.params.prompt_logprobs:
             sequence.prompt_logprobs.append(None)
@@ -92,8 +96,27 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        self._release(sequence)
+        self._drop_carried(sequence)
+        if sequence.keeps_kv and sequence.pages and reason in ("stop", "length"):
+            self.kept.append(sequence)
+        else:
+            self._release(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
+
+    def let_go(self, source: Sequence) -> None:
+        """Give back the pages that a finished sequence keeps, if it does; prompts that wait for them do without."""
+        if source not in self.kept:
+            return
+        self.kept.remove(source)
+        self._release(source)
+        for sequence in self.waiting:
+            if sequence.carried is not None and sequence.carried.source is source:
+                sequence.carried = None
+
+    def let_go_all(self) -> None:
+        """Give back all pages that finished sequences keep."""
+        for source in list(self.kept):
+            self.let_go(source)
 
     def schedule(self) -> Step:
         """Decide the next step, moving sequences between waiting and running. Commit it before the next call."""
@@ -129,10 +152,13 @@ class Scheduler:
         A token whose log-probability was not entered yet is drawn again.
         """
         self.pool.reset()
+        for source in self.kept:
+            source.pages, source.chain = [], []
+        self.kept.clear()
         self.running.clear()
         self.waiting.clear()
         for sequence in sorted((s for s in sequences if not s.finished), key=lambda s: s.id):
-            sequence.pages, sequence.chain, sequence.computed = [], [], 0
+            sequence.pages, sequence.chain, sequence.computed, sequence.carried = [], [], 0, None
             sequence.status = Status.WAITING
             del sequence.tokens[sequence.prompt_length + len(sequence.logprobs) :]
             del sequence.top_logprobs[len(sequence.logprobs) :]
@@ -143,7 +169,7 @@ class Scheduler:
 
     def check(self) -> None:
         """RuntimeError if any page is lost, doubled or wrongly counted."""
-        self.pool.check(sequence.pages for sequence in self.running)
+        self.pool.check(sequence.pages for sequence in (*self.running, *self.kept))
         if any(sequence.pages for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds pages")
 
@@ -172,6 +198,8 @@ class Scheduler:
         length = max(min(sequence.pending, plan.budget), 0)
         missing = self.pool.pages_for(sequence.computed + length) - len(sequence.pages)
         while missing > self.pool.available:
+            if self._reclaim(plan):
+                continue
             victim = self._last_open() or self.running[-1]
             self._preempt(victim, plan)
             if victim is sequence:
@@ -212,7 +240,7 @@ class Scheduler:
 
         width: sequences in their response that share the step.
         """
-        if sequence.drafter is None or sequence.is_open:
+        if sequence.drafter is None or sequence.is_open or sequence.before_carried:
             return None
         left = min(sequence.params.max_tokens - sequence.response_length, self.window - len(sequence.tokens))
         most = min(most, left - 1)
@@ -252,7 +280,7 @@ class Scheduler:
         coming = 0
         for other in self.running:
             if other.pending > 0 and not _is_decoding(other):
-                shared = shared_ids(wanted, other.tokens[:limit].tobytes()) // size
+                shared = shared_ids(wanted, other.tokens[: min(limit, other.exact)].tobytes()) // size
                 coming = max(coming, shared if shared > other.computed // size else 0)
         return coming > 0 and coming > len(self.pool.match(sequence.tokens, limit).pages)
 
@@ -264,10 +292,11 @@ class Scheduler:
         total = len(sequence.tokens)
         match = self.pool.match(sequence.tokens, _shareable(sequence))
         while len(self.running) >= self.max_sequences or self.pool.shortfall(match, total) > 0:
-            victim = self._last_open()
-            if sequence.is_open or victim is None:
-                return False
-            self._preempt(victim, plan)
+            if self.pool.shortfall(match, total) <= 0 or not self._reclaim(plan):
+                victim = self._last_open()
+                if sequence.is_open or victim is None:
+                    return False
+                self._preempt(victim, plan)
             match = self.pool.match(sequence.tokens, _shareable(sequence))
         self.pool.acquire(match.pages)
         fresh = self.pool.allocate(self.pool.pages_for(total) - len(match.pages))
@@ -278,6 +307,9 @@ class Scheduler:
         if sequence.furthest == 0:
             sequence.counters.cached_tokens = sequence.computed
         sequence.furthest = max(sequence.furthest, sequence.computed)
+        if sequence.carried is not None:
+            plan.moves[sequence] = sequence.carried.move(sequence.pages)
+            sequence.pass_carried()
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.status = Status.RUNNING
@@ -305,10 +337,39 @@ class Scheduler:
         plan.drop(sequence)
         self.running.remove(sequence)
         self._release(sequence)
+        self._drop_carried(sequence)
         sequence.computed = 0
         sequence.status = Status.WAITING
         sequence.counters.preemptions += 1
         self.waiting.appendleft(sequence)
+
+    def _take_over(self, sequence: Sequence) -> None:
+        """Settle what a new sequence carries. Nothing, where its source has lost its pages or too few tokens move."""
+        carried = sequence.carried
+        if carried is None:
+            return
+        carried.check(sequence.tokens, sequence.params, sequence.is_open)
+        if carried.source not in self.kept and carried.source.pages:
+            raise RequestError(f"sequence {carried.source.id}, whose KV is to be carried, belongs to another engine")
+        others = (other.carried for other in (*self.waiting, *self.running))
+        if any(other is not None and other.source is carried.source for other in others):
+            raise RequestError(f"the KV of sequence {carried.source.id} is carried on by another prompt already")
+        if carried.source not in self.kept or carried.length <= RECOMPUTED:
+            self._drop_carried(sequence)
+
+    def _drop_carried(self, sequence: Sequence) -> None:
+        """Forget what a sequence carries: what is computed from here on is exact."""
+        if sequence.carried is not None:
+            self.let_go(sequence.carried.source)
+            sequence.carried = None
+
+    def _reclaim(self, plan: Plan) -> bool:
+        """Take back the pages kept last, if there are some that this step does not read; -> whether it did."""
+        read = {sequence.carried.source for sequence in plan.moves if sequence.carried is not None}
+        source = next((source for source in reversed(self.kept) if source not in read), None)
+        if source is not None:
+            self.let_go(source)
+        return source is not None
 
     def _rewind(self, sequence: Sequence) -> None:
         """Let the page of the last token be computed again: the response is drawn from that token's row."""
@@ -322,9 +383,9 @@ class Scheduler:
         sequence.pages, sequence.chain = [], []
 
     def _publish(self, sequence: Sequence) -> None:
-        """Enter the pages that have become full into the prefix index."""
+        """Enter the pages that have become full into the prefix index, as far as they are exact."""
         size = self.pool.page_size
-        for i in range(len(sequence.chain), sequence.computed // size):
+        for i in range(len(sequence.chain), min(sequence.computed, sequence.exact) // size):
             parent = sequence.chain[-1] if sequence.chain else self.pool.root
             ids = sequence.tokens[i * size : (i + 1) * size].tobytes()
             node, sequence.pages[i] = self.pool.publish(parent, ids, sequence.pages[i])
@@ -336,6 +397,9 @@ class Scheduler:
         sequence, end = span.sequence, span.start + len(span.ids)
         accepted = sum(map(eq, span.draft, sequence.tokens[end : end + len(span.draft)]))
         sequence.computed = end + accepted
+        if sequence.carried is not None:
+            self.let_go(sequence.carried.source)
+            sequence.pass_carried()
         sequence.furthest = max(sequence.furthest, sequence.computed)
         self._publish(sequence)
         if span.draft:
@@ -404,7 +468,7 @@ def _shareable(sequence: Sequence) -> int:
 
     Not the last one of a closed sequence, as the response is drawn from its row, nor any whose row owes a score.
     """
-    return min(len(sequence.tokens) - (not sequence.is_open), sequence.first_unscored)
+    return min(len(sequence.tokens) - (not sequence.is_open), sequence.first_unscored, sequence.exact)
 
 
 def _is_decoding(sequence: Sequence) -> bool:

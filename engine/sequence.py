@@ -13,6 +13,7 @@ from .config import SamplingParams
 from .errors import RequestError
 
 if TYPE_CHECKING:
+    from .carried import Carried
     from .draft import Drafter
 
 __all__ = ["Completion", "Counters", "DraftCounters", "Segment", "Sequence", "Status", "TokenLogprob"]
@@ -35,7 +36,7 @@ class Segment:
 
 
 class Status(enum.Enum):
-    """Where a sequence stands. WAITING may hold no pages; RUNNING may; FINISHED never does."""
+    """Where a sequence stands. WAITING may hold no pages; RUNNING may; FINISHED does until its KV is carried on."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -75,6 +76,7 @@ class Counters:
     prefilled_tokens: prompt tokens computed; prefilled_ahead: of those, while the prompt was open.
     recomputed_tokens: tokens computed though a page had held them before. decode_steps: steps after the one that read
     the end of the prompt. preemptions: how often its pages were taken away. drafts: by source, what came of drafts.
+    carried_tokens: prompt tokens whose KV was moved here from another sequence (approximate, see carried.py).
     """
 
     prompt_tokens: int = 0
@@ -84,6 +86,7 @@ class Counters:
     recomputed_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
+    carried_tokens: int = 0
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
 
     @property
@@ -135,6 +138,7 @@ class Sequence:
     sample, turn: with the seed they key the random stream.
     drafter: proposes what the response may be; None: every token takes a step.
     chain: the prefix index's node of each full page of `pages` that the index holds, in order.
+    keeps_kv: its pages outlive it, for a prompt that carries them on. carried: KV that this prompt takes over.
     """
 
     id: int
@@ -144,6 +148,8 @@ class Sequence:
     turn: int = 0
     is_open: bool = False
     drafter: Drafter | None = None
+    keeps_kv: bool = False
+    carried: Carried | None = None
     prompt_length: int = 0
     computed: int = 0
     furthest: int = 0
@@ -169,8 +175,18 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that could be computed now."""
-        return len(self.tokens) - self.computed
+        """Tokens that could be computed now: those before carried ones first, in pieces of their own."""
+        return (self.exact if self.before_carried else len(self.tokens)) - self.computed
+
+    @property
+    def exact(self) -> int:
+        """How many leading tokens have, or will have, exact KV: what others may share."""
+        return len(self.tokens) if self.carried is None else self.carried.first
+
+    @property
+    def before_carried(self) -> bool:
+        """Whether carried tokens lie ahead."""
+        return self.carried is not None and self.computed < self.carried.first
 
     @property
     def first_unscored(self) -> int:
@@ -182,6 +198,12 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def pass_carried(self) -> None:
+        """Go on behind the carried tokens where all before them is computed."""
+        if self.carried is not None and self.computed == self.carried.first:
+            self.computed = self.carried.end
+            self.counters.carried_tokens = self.carried.end - self.carried.first
 
     def append_prompt(self, ids: Iterable[int]) -> None:
         """Let the prompt of an open sequence grow."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .sequence import Sequence, TokenLogprob
 
-__all__ = ["PageCopy", "Span", "SpanResult", "Step"]
+__all__ = ["KVMove", "PageCopy", "Span", "SpanResult", "Step"]
 
 
 def _no_ids() -> array[int]:
@@ -20,6 +20,20 @@ class PageCopy:
 
     source: int
     target: int
+
+
+@dataclass(frozen=True)
+class KVMove:
+    """Copy the KV of `length` tokens from position `source` of one page table to `target` of another, keys turned.
+
+    Approximate: see carried.py. The source's pages are in no other move or copy as a target.
+    """
+
+    source_pages: tuple[int, ...]
+    target_pages: tuple[int, ...]
+    source: int
+    target: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -50,10 +64,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: page copies, then a ragged batch of spans."""
+    """One forward pass: page copies, then moves, then a ragged batch of spans."""
 
     copies: tuple[PageCopy, ...]
     spans: tuple[Span, ...]
+    moves: tuple[KVMove, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,15 @@ def traced(
     resume: go on after the last whole turn of the trace at `path`, to the answer that the uninterrupted reading gives.
     Its turns yield no events; the document is read again, without the model, to check that their prompts come out the
     same. document_sha256: hash of the document's file, where there is one: goes into the header and is compared.
-    Raises TraceError for a file that is in the way, is no trace, or belongs to something else; else as `open` does.
+    Raises TraceError for a file that is in the way, is no trace, or belongs to something else, and for resuming with
+    memory_kv="carried", since no trace holds KV; else as `open` does.
     A file that is not a trace is never written to.
     """
+    if resume and agent.config.memory_kv == "carried":
+        raise TraceError(
+            "a reading with memory_kv='carried' can't be resumed: its answer depends on KV that no trace holds; "
+            "leave out resume (--resume) and start a new trace, or read with memory_kv='exact'"
+        )
     reading = agent.open(document, question)
     header = make_header(agent, question, reading.chunk_tokens, document_sha256)
     trace = Trace.resume(path, header) if resume else Trace.create(path, header)

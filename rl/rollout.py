@@ -26,11 +26,16 @@ class Rollout:
     """
 
     def __init__(self, agent: MemoryAgent, reward: str | Reward, algorithm: AlgorithmConfig) -> None:
-        """reward: see Scorer. Raises ConfigError for an agent that keeps no turns, what is trained on, or that
-        samples with more than a temperature."""
+        """reward: see Scorer. Raises ConfigError for an agent that keeps no turns, what is trained on, that samples
+        with more than a temperature, or that carries KV on: the trainer would compute other log-probabilities."""
         if not agent.config.keep_turns:
             raise ConfigError("AgentConfig.keep_turns is False, but turns are what is trained on; leave it True")
         require_policy(agent.config.sampling)
+        if agent.config.memory_kv == "carried":
+            raise ConfigError(
+                "AgentConfig.memory_kv is 'carried', which is approximate: the log-probabilities would not be those "
+                "that are trained on; use memory_kv='exact'"
+            )
         self.agent, self.algorithm, self.scorer = agent, algorithm, Scorer(reward)
         self.samples = self.rolled = 0
 

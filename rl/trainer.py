@@ -158,6 +158,11 @@ class Trainer:
     def _require_own(self, group: Group) -> None:
         """Refuse what would make the ratio of new to old probability wrong."""
         require_policy(group.sampling)
+        if any(turn.carried_tokens for trajectory in group.trajectories for turn in trajectory.turns):
+            raise RequestError(
+                "these rollouts were drawn with memory_kv='carried', whose approximate KV the trainer does not "
+                "compute; roll out with AgentConfig(memory_kv='exact')"
+            )
         if self.config.algorithm.correction != "none":
             return
         if group.weights_version != self.engine.weights_version:

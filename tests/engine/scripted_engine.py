@@ -56,7 +56,15 @@ class ScriptedEngine:
         return bool(self._live or self._undelivered)
 
     def add(
-        self, prompt: list[Segment], params: SamplingParams, *, sample: int = 0, turn: int = 0, drafter: None = None
+        self,
+        prompt: list[Segment],
+        params: SamplingParams,
+        *,
+        sample: int = 0,
+        turn: int = 0,
+        drafter: None = None,
+        keep_kv: bool = False,
+        carried: None = None,
     ) -> Sequence:
         ids = array("i", [token for segment in prompt for token in segment.ids])
         sequence = Sequence(len(self.added), ids, params, sample, turn, prompt_length=len(ids))

@@ -69,6 +69,7 @@ def test_engine_config_refuses(values, message):
     [
         ({"chunk_tokens": 0}, "chunk_tokens must be a whole number of at least 1, got 0"),
         ({"strip_thinking": "no"}, "strip_thinking must be True or False, got 'no'"),
+        ({"memory_kv": "moved"}, "memory_kv must be one of exact, carried, got 'moved'"),
         ({"keep_turns": "false"}, "keep_turns must be True or False, got 'false'"),
         ({"sampling": {"temperature": 0}}, "sampling must be SamplingParams, got {'temperature': 0}"),
         ({"sampling": SamplingParams(top_logprobs=1)}, "sampling must leave out top_logprobs"),

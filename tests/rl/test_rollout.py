@@ -149,3 +149,16 @@ def test_what_is_no_problem_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match="problems are"):
         next(rollout.groups([("text", "Who?")], 1))  # type: ignore[list-item]
     assert rollout.samples == 0
+
+
+def test_carried_kv_is_refused(folder: Path) -> None:
+    agent = make_agent(folder)
+    groups = list(Rollout(agent, "em", ALGORITHM).groups(problems(30), 1))
+    trajectory = groups[0].trajectories[0]
+    turns = [dataclasses.replace(turn, carried_tokens=turn.index) for turn in trajectory.turns]
+    carried = dataclasses.replace(groups[0], trajectories=[dataclasses.replace(trajectory, turns=turns)])
+    with pytest.raises(RequestError, match="memory_kv='carried'"):
+        Trainer(agent.engine, TrainerConfig(ALGORITHM)).step([carried])
+    agent.config = dataclasses.replace(agent.config, memory_kv="carried")
+    with pytest.raises(ConfigError, match="memory_kv is 'carried'"):
+        Rollout(agent, "em", ALGORITHM)
