@@ -100,12 +100,22 @@ def moved(engine: Engine) -> tuple[array[int], Carried]:
 def test_moved_kv_is_not_shared(model: Path) -> None:
     engine = make(model, page_size=4)
     prompt, carried = moved(engine)
-    carrier = run(engine, prompt, carried)
+    carrier = run(engine, prompt, carried, keep_kv=True)
     assert carrier.counters.carried_tokens == LENGTH - 1 - RECOMPUTED
     match = engine.scheduler.pool.match(prompt, len(prompt))
     assert len(match.pages) == carried.first // 4 and match.partial == 0
-    again, exact = run(engine, prompt), run(make(model), prompt)
+    plain = make(model)
+    again, exact = run(engine, prompt), run(plain, prompt, keep_kv=True)
     assert again.logprobs == exact.logprobs != carrier.logprobs
+    # In the first layer keys and values know nothing of other tokens.
+    double = make(model, backend="reference", dtype="float64")
+    of_carrier, computed, truth = (
+        [part[carried.first : carried.end] for part in rows(where, sequence, len(prompt))[:2]]
+        for where, sequence in ((engine, carrier), (plain, exact), (double, run(double, prompt, keep_kv=True)))
+    )
+    assert_as_exact_as_torch(of_carrier[0], computed[0], truth[0])
+    assert torch.equal(of_carrier[1], computed[1])
+    engine.abort(carrier)
     rest(engine)
 
 
@@ -176,7 +186,7 @@ def test_an_update_lets_kept_pages_go(model: Path) -> None:
 
 @pytest.mark.parametrize("template", ["memory_first", "chunk_first"])
 @pytest.mark.parametrize(
-    "limits", [{}, {"kv_bytes": 300_000, "page_size": 4}, {"max_step_tokens": 7, "max_sequences": 3, "page_size": 1}]
+    "limits", [{}, {"kv_bytes": 180_000, "page_size": 4}, {"max_step_tokens": 7, "max_sequences": 3, "page_size": 1}]
 )
 def test_readings_carry_their_memories(
     model: Path, template: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
