@@ -69,14 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure every part; raises PalimpsestError for a model or folder of peers that cannot be used."""
-    if chosen.profile or chosen.works:
-        raise ConfigError(
-            "chunk_latency takes neither --profile nor --works; `palimpsest bench decode --profile` shows a step"
-        )
+    if chosen.profile:
+        raise ConfigError("chunk_latency takes no --profile; `palimpsest bench decode --profile` shows a step")
     works, opened = ((QUICK,), QUICK) if chosen.quick else (WORKS, OPEN)
-    model = chosen.model_path
     ours = Ours(
-        model,
+        chosen.model_path,
         VARIANTS["float32"],
         sequences=len(READINGS) if chosen.quick else GROUP + 1,
         longest=ROOM + max(work.chunk + 2 * work.memory for work in (*works, opened)),
@@ -84,19 +81,41 @@ def run(chosen: Options) -> Report:
         drafts=True,
     )
     probe = Probe()
-    parts = [_turns(ours, work, chosen.rounds, probe) for work in works]
-    parts.append(_readings(ours, opened, chosen.rounds, probe))
-    if not chosen.quick:
-        parts += [
-            _first_token(ours, FIRST_TOKEN_WORK, chosen.rounds, probe),
-            _group(ours, chosen.rounds, probe),
-            _endurance(ours, chosen.threads),
-        ]
-        with chosen.start_peers() as peers:
-            parts.append(_workload(ours, peers, chosen.rounds, probe))
+    parts = [section.run() for section in chosen.choose(_sections(ours, chosen, works, opened, probe))]
     rows = [line for found, _ in parts for line in found]
     targets = [target for _, found in parts for target in found]
     return Report("chunk_latency", describe_machine(probe.isa, probe.best), rows, targets)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A part of the report, by the head of its targets' names."""
+
+    full_name: str
+    run: Callable[[], Part]
+
+
+def _sections(ours: Ours, chosen: Options, works: Sequence[Work], opened: Work, probe: Probe) -> list[_Section]:
+    rounds = chosen.rounds
+    sections = [
+        _Section(f"turn{work.memory}.{work.chunk}", partial(_turns, ours, work, rounds, probe)) for work in works
+    ]
+    sections.append(_Section(f"read{opened.memory}.{opened.chunk}", partial(_readings, ours, opened, rounds, probe)))
+    if chosen.quick:
+        return sections
+
+    def workload() -> Part:
+        with chosen.start_peers() as peers:
+            return _workload(ours, peers, rounds, probe)
+
+    first = FIRST_TOKEN_WORK
+    return [
+        *sections,
+        _Section(f"first{first.memory}.{first.chunk}", partial(_first_token, ours, first, rounds, probe)),
+        _Section(f"group{GROUP}.{GROUP_CHUNK}", partial(_group, ours, rounds, probe)),
+        _Section(f"endurance.{TURNS}", partial(_endurance, ours, chosen.threads)),
+        _Section(f"workload.{WORKLOAD['chunk']}", workload),
+    ]
 
 
 def _turns(ours: Ours, work: Work, rounds: int, probe: Probe) -> Part:

@@ -54,6 +54,12 @@ def test_quick_is_a_part_of_it(tiny_model, capsys):
     assert {one["work"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]} == {"turn32", "read32"}
 
 
+def test_works_choose_its_sections(tiny_model, capsys):
+    chosen = ["--works", "turn32.128", "--quick", "--rounds", "1", "--threads", "1", "--model", tiny_model]
+    assert chunk_latency.main(chosen) == 0
+    assert {one["work"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]} == {"turn32"}
+
+
 def test_a_forced_response_says_what_the_script_says(ours):
     said = array("i", [5, 6, 7, ours.engine.tokenizer.eos_ids[0]])
     params = SamplingParams(temperature=0, max_tokens=9)
