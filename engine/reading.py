@@ -118,6 +118,7 @@ class ReadingCounters:
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
 
     def add(self, turn: Turn) -> None:
+        """Count a turn that ended."""
         self.turns += 1
         self.prefilled_tokens += turn.prefilled_tokens
         self.prefilled_ahead += turn.prefilled_ahead

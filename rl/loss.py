@@ -85,7 +85,7 @@ def policy_loss(
     """Sum over tokens of weight * (surrogate + kl * k3 - entropy * H), over `denominator`; -> [], to be minimised.
 
     logprobs: [T], of the policy as it is now, with gradient. entropies: [T], needed for an entropy coefficient.
-    k3 = e^d - d - 1 with d = reference - now (http://joschu.net/blog/kl-approx.html), at most 10 a token.
+    k3 = e^d - d - 1 with d = reference - now (Schulman, Approximating KL Divergence, 2020), at most 10 a token.
     Raises ValueError when the rows lack what the configuration needs.
     """
     kept = rows.weights != 0

@@ -97,6 +97,7 @@ class _Builder:
         return len(ids) - len(self._shared(ids)) * self.page_size
 
     def add(self, index: int, turn: Ids) -> None:
+        """Put a turn, number `index` of those given, behind the others; whole pages that it shares are put once."""
         ids, size = _computed(turn), self.page_size
         pages = self._shared(ids)
         start = len(pages) * size
@@ -125,6 +126,7 @@ class _Builder:
         return pages
 
     def finish(self) -> Pack:
+        """The batch of all turns added."""
         size = self.page_size
         tables = np.zeros((len(self.spans), max(len(pages) for _, _, pages in self.spans)), dtype=np.int32)
         positions, slots = [], []
