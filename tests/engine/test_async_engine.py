@@ -107,8 +107,11 @@ def test_a_failing_step_reaches_every_reader(engine: Engine, monkeypatch: pytest
 
 def test_closing_ends_what_is_under_way_and_slow_readers_still_get_their_last_update(engine: Engine) -> None:
     async def test(wrapper: AsyncEngine) -> None:
+        reading = asyncio.Event()
+
         async def slow_reader() -> str:
             async for update in wrapper.stream("The lamps", LONG):
+                reading.set()
                 await asyncio.sleep(0.02)
                 if update.completion is not None:
                     return update.completion.finish_reason
@@ -116,7 +119,7 @@ def test_closing_ends_what_is_under_way_and_slow_readers_still_get_their_last_up
 
         await wrapper.add("The harbour", LONG)
         reader = asyncio.create_task(slow_reader())
-        await asyncio.sleep(0.1)
+        await reading.wait()
         await wrapper.aclose()
         with pytest.raises(RequestError, match="closed"):
             await wrapper.add("The lamps", PARAMS)
