@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..engine.config import SamplingParams, _require, _tuple
+from ..engine.config import FrozenDict, SamplingParams, _frozen, _require, _tuple
 from ..engine.errors import ConfigError
 from ..engine.reading import Turn
 
@@ -21,14 +22,18 @@ NOT_THE_DISTRIBUTION = frozenset(
 class Problem:
     """document: text, whole or as a stream of texts. answers: each of them is right, for the reward.
 
-    Raises ConfigError for answers that are no list or tuple of str.
+    id: names it in logs. extra: what else is known of it, for the reward.
+    Raises ConfigError for answers that are no list or tuple of str, and an extra that is no mapping.
     """
 
     document: str | Iterable[str]
     question: str
     answers: tuple[str, ...]
+    id: str = ""
+    extra: Mapping[str, Any] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", _frozen("Problem", "extra", self.extra))
         object.__setattr__(self, "answers", _tuple("Problem", "answers", self.answers))  # a str would be its letters
         for answer in self.answers:
             _require(isinstance(answer, str), f"Problem.answers must hold str, got {answer!r}")
