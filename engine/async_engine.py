@@ -12,7 +12,9 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+from .carried import Carried
 from .config import SamplingParams
+from .draft import Drafter
 from .engine import Engine
 from .errors import RequestError
 from .prompt import Prompt, pair_with_params
@@ -58,10 +60,23 @@ class AsyncEngine:
         sample: int = 0,
         turn: int = 0,
         is_open: bool = False,
+        drafter: Drafter | None = None,
+        keep_kv: bool = False,
+        carried: Carried | None = None,
     ) -> Sequence:
-        """Queue a prompt, as Engine.add; read its updates from `updates`."""
+        """Queue a prompt, as Engine.add; read its updates from `updates`. From then on the drafter is the engine's."""
         self._refuse_when_closing()
-        add = partial(self.engine.add, prompt, params, sample=sample, turn=turn, is_open=is_open)
+        add = partial(
+            self.engine.add,
+            prompt,
+            params,
+            sample=sample,
+            turn=turn,
+            is_open=is_open,
+            drafter=drafter,
+            keep_kv=keep_kv,
+            carried=carried,
+        )
         adding = asyncio.ensure_future(self._call(add))
         try:
             sequence = await asyncio.shield(adding)
@@ -79,9 +94,9 @@ class AsyncEngine:
         await self._call(partial(self.engine.extend, sequence, ids))
         self._wake()
 
-    async def close(self, sequence: Sequence) -> None:
+    async def close(self, sequence: Sequence, *, drafter: Drafter | None = None) -> None:
         """End an open sequence's prompt, as Engine.close."""
-        await self._call(partial(self.engine.close, sequence))
+        await self._call(partial(self.engine.close, sequence, drafter=drafter))
         self._wake()
 
     async def abort(self, sequence: Sequence) -> None:
@@ -112,7 +127,8 @@ class AsyncEngine:
                 yield update
         finally:
             del self._queues[sequence]
-            self._abort_later(sequence)
+            if not sequence.finished:
+                self._abort_later(sequence)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, sample: int = 0
@@ -134,7 +150,8 @@ class AsyncEngine:
             return list(await asyncio.gather(*map(self._complete, sequences)))
         finally:
             for sequence in sequences:
-                self._abort_later(sequence)
+                if not sequence.finished:
+                    self._abort_later(sequence)
 
     async def aclose(self) -> None:
         """End all requests and the worker thread. Readers still get their last updates; new requests are refused."""
@@ -182,14 +199,14 @@ class AsyncEngine:
 
     def _abort_later(self, sequence: Sequence) -> None:
         """Abort from places that can't wait."""
-        if not self._closed and not sequence.finished:
+        if not self._closed:
             task = asyncio.ensure_future(self.abort(sequence))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
     def _abort_orphan(self, adding: asyncio.Future[Sequence]) -> None:
         if not adding.cancelled() and adding.exception() is None:
-            self._abort_later(adding.result())
+            self._abort_later(adding.result())  # a finished one too: it may keep its KV
 
     def _refuse_when_closing(self) -> None:
         if self._closing:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
+from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from palimpsest import AsyncEngine, Engine, EngineConfig, RequestError, SamplingParams
+from palimpsest.engine.acceptance import Acceptance
+from palimpsest.engine.carried import RECOMPUTED, Carried
+from palimpsest.engine.draft import Drafter
+from palimpsest.engine.sequence import Completion, Sequence
 from palimpsest.tests.tiny_models import make_model_folder
 
 PARAMS = SamplingParams(max_tokens=10, seed=2, ignore_eos=True)
+LOOKUP = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 
@@ -47,6 +54,56 @@ def test_generate_and_stream_equal_the_synchronous_ones(engine: Engine) -> None:
         assert "".join(update.text for update in updates) == expected[1].text
 
     run(engine, test)
+
+
+def test_twins_take_the_same_arguments() -> None:
+    twins = [name for name in vars(AsyncEngine) if not name.startswith("_") and callable(getattr(Engine, name, None))]
+    assert {"add", "extend", "close", "abort", "stream", "generate"} <= set(twins)
+    for name in twins:
+        parameters = [
+            list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in (Engine, AsyncEngine)
+        ]
+        kinds = [[(p.name, p.kind, p.default) for p in of_one] for of_one in parameters]
+        assert kinds[0] == kinds[1], name
+
+
+def test_ordinary_requests_are_drafted_and_drafters_are_passed_on(engine: Engine) -> None:
+    prompt = array("i", [*range(100, 130)] * 3)
+    plain = engine.generate([prompt], LOOKUP)[0]
+    known = Drafter({"memory": plain.token_ids}, Acceptance(engine.step_cost), repeats=True)
+    late = Drafter({"memory": plain.token_ids}, Acceptance(engine.step_cost), repeats=True)
+
+    async def test(wrapper: AsyncEngine) -> None:
+        ordinary = (await wrapper.generate([prompt], LOOKUP))[0]
+        given = await completed(wrapper, await wrapper.add(prompt, LOOKUP, drafter=known))
+        opened = await wrapper.add(prompt, LOOKUP, is_open=True)
+        await wrapper.close(opened, drafter=late)
+        closed = await completed(wrapper, opened)
+        assert [c.token_ids for c in (ordinary, given, closed)] == [plain.token_ids] * 3
+        assert ordinary.counters.drafts["prompt"].proposed
+        assert [c.counters.decode_steps for c in (given, closed)] == [0, 0]
+
+    run(engine, test)
+
+
+def test_kv_is_carried_on(engine: Engine) -> None:
+    prompt = array("i", range(100, 150))
+
+    async def test(wrapper: AsyncEngine) -> None:
+        source = await wrapper.add(prompt, LOOKUP, keep_kv=True)
+        written = (await completed(wrapper, source)).token_ids
+        carried = Carried.of_response(source, 0, len(prompt), len(written))
+        carrier = await wrapper.add(prompt + written + prompt, LOOKUP, carried=carried)
+        moved = (await completed(wrapper, carrier)).counters.carried_tokens
+        assert moved == len(written) - 1 - RECOMPUTED
+
+    run(engine, test)
+
+
+async def completed(wrapper: AsyncEngine, sequence: Sequence) -> Completion:
+    completion = [update async for update in wrapper.updates(sequence)][-1].completion
+    assert completion is not None
+    return completion
 
 
 def test_requests_of_different_tasks_share_steps(engine: Engine) -> None:
