@@ -6,17 +6,19 @@ Gradients are sums until `step` divides them, so the parts of a mini-batch may c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.config import _require, _require_bool, _require_choice, _require_int, _require_number, _tuple
+from ..engine.errors import CheckpointError
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
 SCHEDULES = ("constant", "linear", "cosine")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # torch's names
 
 
 @dataclass(frozen=True)
@@ -126,3 +128,40 @@ class Optimizer:
         """Drop what gradients there are."""
         for tensor in (*self._parameters, *self._masters):
             tensor.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next updates depend on besides the parameters: their count, and by the place of each parameter its
+        moments and its master. The tensors are the optimizer's own."""
+        state = {"updates": torch.tensor(self.updates, dtype=torch.float64)}
+        for place, (master, parameter) in enumerate(zip(self._masters, self._parameters, strict=True)):
+            state |= {f"{place}.{name}": self._adam.state[master][name] for name in MOMENTS if self._adam.state[master]}
+            if master is not parameter:
+                state[f"{place}.master"] = master
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on as the optimizer went on that gave this state; tensors are copied one at a time.
+
+        Raises CheckpointError when it is that of other parameters.
+        """
+        for place, (master, parameter) in enumerate(zip(self._masters, self._parameters, strict=True)):
+            moments = {name: state[f"{place}.{name}"].clone() for name in MOMENTS if f"{place}.{name}" in state}
+            copied = dict(moments)
+            if master is not parameter:
+                if f"{place}.master" not in state:
+                    raise CheckpointError(
+                        f"the optimizer's state has no master of parameter {place}; resume with the same "
+                        "OptimizerConfig.master_weights and the same dtype"
+                    )
+                copied["master"] = state[f"{place}.master"]
+            for name, tensor in copied.items():
+                if name != "step" and tensor.shape != master.shape:
+                    raise CheckpointError(
+                        f"the optimizer's state has {name} {tuple(tensor.shape)} of parameter {place}, which is "
+                        f"{tuple(master.shape)}; resume with the same model and the same adapters"
+                    )
+            self._adam.state[master] = moments
+            if master is not parameter:
+                master.copy_(copied["master"])
+        self.updates = int(state["updates"])

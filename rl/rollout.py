@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from ..engine.config import _require_int
 from ..engine.errors import ConfigError, RequestError
@@ -73,6 +74,21 @@ class Rollout:
                 stacklevel=2,
             )
             yield from dull[:wanted]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next groups depend on besides the weights, and the counters, as plain JSON values."""
+        scorer = self.scorer
+        return {
+            "samples": self.samples,
+            "rolled": self.rolled,
+            "failures": scorer.failures,
+            "first_failure": scorer.first_failure,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the rollout went on that gave this state."""
+        self.samples, self.rolled = state["samples"], state["rolled"]
+        self.scorer.failures, self.scorer.first_failure = state["failures"], state["first_failure"]
 
     def _roll(self, problems: list[Problem]) -> Iterator[Group]:
         agent, size = self.agent, self.algorithm.group_size

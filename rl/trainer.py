@@ -11,8 +11,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -144,6 +145,21 @@ class Trainer:
         _average(report)
         self.steps += 1
         return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on besides the model's parameters: whole numbers, and the optimizer's tensors."""
+        state = {"steps": self.steps, "weights_version": self.engine.weights_version}
+        return state | {"optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the trainer went on that gave this state; the parameters must be those of then already.
+
+        Raises CheckpointError when it is that of other parameters, RequestError as Engine.update does.
+        """
+        with self.engine.update():
+            self._optimizer.load_state_dict(state["optimizer"])
+        self.engine.weights_version = state["weights_version"]  # no KV of before the update is left
+        self.steps = state["steps"]
 
     def _timed(self, groups: Iterable[Group], report: StepReport) -> Iterator[Group]:
         source = iter(groups)

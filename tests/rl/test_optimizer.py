@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from palimpsest.engine.errors import ConfigError
+from palimpsest.engine.errors import CheckpointError, ConfigError
 from palimpsest.rl.optimizer import Optimizer, OptimizerConfig
 from torch import nn
 
@@ -64,6 +64,41 @@ def test_masters_add_up_what_bfloat16_cannot() -> None:
         assert parameter.grad is not None and parameter.grad.item() == pytest.approx(1.002, abs=1e-5)
         optimizer.step(1.0)
     assert parameter.item() == pytest.approx(0.99, abs=4e-3) and parameter.dtype == torch.bfloat16
+
+
+def test_its_state_goes_on_in_another_one() -> None:
+    """Ten updates are five and five more, in bfloat16 with masters; a parameter without gradients has no moments."""
+    config = OptimizerConfig(1e-2, schedule="cosine", warmup_steps=2, total_steps=12)
+
+    def fresh() -> tuple[list[nn.Parameter], Optimizer]:
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.randn(5, 3, generator=generator) for _ in range(3)]
+        parameters = [nn.Parameter(drawn[0].bfloat16()), nn.Parameter(drawn[1]), nn.Parameter(drawn[2])]
+        return parameters, Optimizer(parameters, config)
+
+    def update(parameters: list[nn.Parameter], optimizer: Optimizer, steps: range) -> list[tuple[float, float]]:
+        told = []
+        for step in steps:
+            for parameter in parameters[:2]:
+                parameter.grad = torch.full_like(parameter, math.sin(step), dtype=parameter.grad_dtype)
+            told.append(optimizer.step(3.0))
+        return told
+
+    parameters, optimizer = fresh()
+    update(parameters, optimizer, range(5))
+    state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    again, resumed = fresh()
+    with torch.no_grad():
+        for new, old in zip(again, parameters, strict=True):
+            new.copy_(old)
+    resumed.load_state_dict(state)
+    assert update(again, resumed, range(5, 10)) == update(parameters, optimizer, range(5, 10))
+    assert all(torch.equal(new, old) for new, old in zip(again, parameters, strict=True))
+    assert not any(name.startswith("2.") for name in state) and not torch.equal(again[0].float(), state["0.master"])
+    with pytest.raises(CheckpointError, match="no master of parameter 0"):
+        resumed.load_state_dict({name: tensor for name, tensor in state.items() if "master" not in name})
+    with pytest.raises(CheckpointError, match=r"exp_avg \(2, 3\) of parameter 1"):
+        resumed.load_state_dict(state | {"1.exp_avg": torch.zeros(2, 3)})
 
 
 @pytest.mark.parametrize(
