@@ -174,6 +174,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def decoding(self) -> bool:
+        """Whether all that is left to compute is of the response."""
+        return not self.is_open and self.computed >= self.prompt_length
+
+    @property
     def pending(self) -> int:
         """Tokens that could be computed now: those before carried ones first, in pieces of their own."""
         return (self.exact if self.before_carried else len(self.tokens)) - self.computed
