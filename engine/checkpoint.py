@@ -23,7 +23,7 @@ from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
-__all__ = ["EMBEDDING", "HEAD", "Checkpoint", "load", "new_folder", "read_json", "save", "write_json"]
+__all__ = ["EMBEDDING", "HEAD", "Checkpoint", "load", "new_folder", "read_json", "restore", "save", "write_json"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -140,6 +140,20 @@ def save(
                 shutil.copyfile(origin / name, place / name)
         if not (place / "generation_config.json").exists():
             write_json(place / "generation_config.json", special)
+
+
+def restore(parameters: Mapping[str, Tensor], folder: Path) -> None:
+    """Give a model's parameters, in place, the values of a folder that `save` wrote of a model of the same shapes.
+
+    Raises CheckpointError for other names or shapes and for damaged files.
+    """
+    stored = find_tensors(folder)
+    for name in sorted(stored.keys() ^ parameters.keys()):
+        what = "is missing in" if name in parameters else "is no parameter of this model, but in"
+        raise CheckpointError(f"tensor {name!r} {what} {folder}; give the model that was saved")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(_read(stored[name], tuple(parameter.shape), parameter.dtype))
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ class Engine:
 
     window: most tokens of prompt and response that the model takes. longest: most that one request can have here, where
     the KV pool may hold less. drafts: whether responses are drafted, which changes only how many steps they take.
-    step_cost: what a longer draft costs here, for an Acceptance that several requests share.
+    step_cost: what a longer draft costs here, for an Acceptance that several requests share. tokenizer_folder: of its
+    files.
     """
 
     def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
@@ -62,7 +63,7 @@ class Engine:
         kv_dtype = _kv_dtype(config)
         loaded = checkpoint.load(model_path, dtype, config.weights)
         model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
-        self.model_path = loaded.source
+        self.model_path, self.tokenizer_folder = loaded.source, loaded.folder
         self.tokenizer = Tokenizer.load(loaded.folder)
         self.tokenizer.check_ids(model.vocab_size)
         self.window = _window(config, model)

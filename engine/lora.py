@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +21,12 @@ from .checkpoint import new_folder, read_json, write_json
 from .config import _require, _require_int, _require_number, _tuple
 from .errors import CheckpointError, ConfigError
 from .model import Decoder, Linear
-from .tensor_files import StoredTensor, read_header
+from .tensor_files import read_header
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["LoraConfig", "LoraLinear", "adapters", "add", "disabled", "load", "save"]
+__all__ = ["LoraConfig", "LoraLinear", "adapters", "add", "disabled", "load", "restore", "save"]
 
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -138,8 +138,7 @@ def save(model: Decoder, folder: str | Path, base: str | Path | None = None) -> 
     layers = adapters(model)
     if not layers:
         raise ConfigError("this model has no LoRA adapters to save; put some on with lora.add")
-    some = next(iter(layers.values()))
-    rank = len(some.lora_A)
+    rank, scale = _form(layers)
     tensors = {}
     for name, layer in layers.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().contiguous()
@@ -149,7 +148,7 @@ def save(model: Decoder, folder: str | Path, base: str | Path | None = None) -> 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else str(base),
         "r": rank,
-        "lora_alpha": some.scale * rank,
+        "lora_alpha": scale * rank,
         "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -169,19 +168,53 @@ def load(engine: Engine, folder: str | Path) -> None:
     """
     place = Path(folder)
     config = _read_config(place)
-    stored = read_header(place / TENSOR_FILE)
+    tensors = _read_all(place, _shapes(engine.model, config))
+    add(engine, config)
+    with engine.update():
+        _fill(engine.model, tensors)
+
+
+def restore(model: Decoder, folder: str | Path) -> None:
+    """Give the adapters that are on a model the values of a PEFT folder. The engine's weights must be being updated.
+
+    Raises CheckpointError as `load` does, and for adapters of another rank, scale or place.
+    """
+    place = Path(folder)
+    config = _read_config(place)
+    layers = adapters(model)
+    rank, scale = _form(layers)
+    targets = {name.rpartition(".")[2] for name in layers}
+    same = (config.rank, set(config.targets)) == (rank, targets) and math.isclose(config.alpha / config.rank, scale)
+    if not same:
+        raise CheckpointError(
+            f"{place} has adapters of rank {config.rank} and alpha {config.alpha:g} on {', '.join(config.targets)}, "
+            f"the model has some of rank {rank} and alpha {scale * rank:g} on {', '.join(sorted(targets))}; use the "
+            "same LoraConfig"
+        )
+    _fill(model, _read_all(place, _shapes(model, config)))
+
+
+def _form(layers: Mapping[str, LoraLinear]) -> tuple[int, float]:
+    some = next(iter(layers.values()))
+    return len(some.lora_A), some.scale
+
+
+def _shapes(model: Decoder, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that a PEFT folder holds for adapters of this form on the model."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path, module in engine.model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, Linear) and path.rpartition(".")[2] in config.targets:
             outputs, inputs = module.weight.shape
             shapes[f"{PREFIX}{path}.lora_A.weight"] = (config.rank, inputs)
             shapes[f"{PREFIX}{path}.lora_B.weight"] = (outputs, config.rank)
-    tensors = _read_all(place, stored, shapes)
-    add(engine, config)
-    with engine.update(), torch.no_grad():
-        for name, layer in adapters(engine.model).items():
-            layer.lora_A.copy_(tensors[f"{PREFIX}{name}.lora_A.weight"])
-            layer.lora_B.copy_(tensors[f"{PREFIX}{name}.lora_B.weight"])
+    return shapes
+
+
+@torch.no_grad()
+def _fill(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    for name, layer in adapters(model).items():
+        layer.lora_A.copy_(tensors[f"{PREFIX}{name}.lora_A.weight"])
+        layer.lora_B.copy_(tensors[f"{PREFIX}{name}.lora_B.weight"])
 
 
 def _read_config(place: Path) -> LoraConfig:
@@ -196,7 +229,8 @@ def _read_config(place: Path) -> LoraConfig:
         raise CheckpointError(f"{file} describes no adapter for this model ({error})") from error
 
 
-def _read_all(place: Path, stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _read_all(place: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    stored = read_header(place / TENSOR_FILE)
     for name in sorted(stored.keys() ^ shapes.keys()):
         what = "is missing" if name in shapes else "fits no layer of this model"
         raise CheckpointError(

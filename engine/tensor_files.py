@@ -39,8 +39,8 @@ class StoredTensor:
     offset: int
     length: int
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The tensor [shape] as `dtype`, in fresh writable memory.
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor [shape] as `dtype`, by default its own, in fresh writable memory.
 
         Raises CheckpointError for element types other than F64, F32, F16 and BF16 and for a file that ends early.
         """
@@ -61,7 +61,7 @@ class StoredTensor:
             raise CheckpointError(f"tensor {self.name!r} in {self.file} cannot be read ({error}); {AGAIN}") from error
         if read != self.length:
             raise CheckpointError(f"{self.file} is truncated inside tensor {self.name!r}; {AGAIN}")
-        return tensor.to(dtype)
+        return tensor if dtype is None else tensor.to(dtype)
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
