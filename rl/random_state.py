@@ -17,10 +17,11 @@ __all__ = ["random_state", "set_random_state"]
 
 def random_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's (CPU) global generators, as plain JSON values."""
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    drawn: Any = numpy.random.get_state(legacy=True)
+    kind, keys, *rest = drawn
     return {
         "python": random.getstate(),
-        "numpy": [str(kind), keys.tolist(), int(position), int(has_gauss), float(gauss)],
+        "numpy": [kind, keys.tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
 
