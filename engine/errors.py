@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigError", "PalimpsestError", "RequestError", "TraceError"]
+__all__ = ["CheckpointError", "ConfigError", "PalimpsestError", "RankError", "RequestError", "TraceError"]
 
 
 class PalimpsestError(Exception):
@@ -23,3 +23,7 @@ class RequestError(PalimpsestError, ValueError):
 
 class TraceError(PalimpsestError):
     """A trace cannot be resumed: it is damaged or belongs to another document, question, model or configuration."""
+
+
+class RankError(PalimpsestError):
+    """Another process of the same run has failed or was killed, so this one cannot go on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import islice, tee
 from typing import TYPE_CHECKING
@@ -81,20 +81,26 @@ class MemoryAgent:
         return [group[place] for place in range(n)]
 
     def rollouts(
-        self, tasks: Iterable[tuple[str | Iterable[str], str]], n: int, *, first_sample: int = 0
+        self,
+        tasks: Iterable[tuple[str | Iterable[str], str]],
+        n: int,
+        *,
+        first_sample: int = 0,
+        stride: int | None = None,
     ) -> Generator[tuple[int, int, Reading], None, None]:
         """Read each of many (document, question) pairs n times; -> (number of the task, place in its group, reading) as
         readings finish.
 
-        Reading i of task t has the sample index first_sample + t * n + i. Tasks are taken as places in the engine
-        become free. Closing the generator aborts what is under way. Raises as `read` does; an error in one ends them
-        all.
+        Reading i of task t has the sample index first_sample + t * stride + i; stride is n where it is not given, and
+        more where others read the tasks between. Tasks are taken as places in the engine become free. Closing the
+        generator aborts what is under way. Raises as `read` does; an error in one ends them all.
         """
-        for name, number, low in (("n", n, 1), ("first_sample", first_sample, 0)):
+        stride = n if stride is None else stride
+        for name, number, low in (("n", n, 1), ("first_sample", first_sample, 0), ("stride", stride, n)):
             if isinstance(number, bool) or not isinstance(number, int) or number < low:
                 raise RequestError(f"{name} must be a whole number of at least {low}, got {number!r}")
         readings = (reading for task in _tasks(tasks) for reading in self._group(*task, n))
-        with closing(self._drive(readings, first_sample)) as events:
+        with closing(self._drive(readings, lambda place: first_sample + place // n * stride + place % n)) as events:
             for place, event in events:
                 if isinstance(event, Answered):
                     yield (*divmod(place, n), event.reading)
@@ -161,18 +167,18 @@ class MemoryAgent:
         return min(room, config.chunk_tokens)
 
     def _drive(
-        self, readings: Iterable[MemoryReading], first_sample: int = 0
+        self, readings: Iterable[MemoryReading], sample_of: Callable[[int], int] = int
     ) -> Generator[tuple[int, Event], None, None]:
         """Take the turns of all readings, each at its own pace, as many at once as the engine has places.
 
-        Yields the place of a reading in `readings`, and what happens in it. Place + first_sample is its sample index.
+        Yields the place of a reading in `readings`, and what happens in it. sample_of: a place's sample index.
         """
         arriving = enumerate(readings)
         live: list[LiveReading] = []
         try:
             while True:
                 for place, reading in islice(arriving, self.engine.config.max_sequences - len(live)):
-                    live.append(LiveReading(self.engine, reading, place, first_sample + place))
+                    live.append(LiveReading(self.engine, reading, place, sample_of(place)))
                     yield from ((place, event) for event in live[-1].take_turn())
                 if not live:
                     return

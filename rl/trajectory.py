@@ -53,11 +53,13 @@ class Group:
     """The trajectories sampled for one problem.
 
     sampling: how all their tokens were drawn. weights_version: of the weights that drew them.
+    place: the group's number among those of its step, over all ranks; None is the order in which groups come.
     """
 
     trajectories: Sequence[Trajectory]
     sampling: SamplingParams
     weights_version: int
+    place: int | None = None
 
 
 def require_policy(sampling: SamplingParams) -> None:
