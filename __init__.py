@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .engine.async_engine import AsyncEngine
     from .engine.config import AgentConfig, EngineConfig, SamplingParams
     from .engine.engine import Engine
-    from .engine.errors import CheckpointError, ConfigError, PalimpsestError, RequestError, TraceError
+    from .engine.errors import CheckpointError, ConfigError, PalimpsestError, RequestError, TraceError, WindowError
     from .engine.memory_agent import MemoryAgent, Reading, Turn
     from .engine.sequence import Completion, Segment
     from .engine.stream import Update
@@ -38,13 +38,14 @@ __all__ = [
     "TraceError",
     "Turn",
     "Update",
+    "WindowError",
 ]
 
 _HOMES = {
     "async_engine": ("AsyncEngine",),
     "config": ("AgentConfig", "EngineConfig", "SamplingParams"),
     "engine": ("Engine",),
-    "errors": ("CheckpointError", "ConfigError", "PalimpsestError", "RequestError", "TraceError"),
+    "errors": ("CheckpointError", "ConfigError", "PalimpsestError", "RequestError", "TraceError", "WindowError"),
     "memory_agent": ("MemoryAgent", "Reading", "Turn"),
     "sequence": ("Completion", "Segment"),
     "stream": ("Update",),

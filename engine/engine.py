@@ -126,7 +126,8 @@ class Engine:
         `close`. drafter: proposes what the response may be; by default one that reads the prompt. keep_kv: its pages
         stay when it has finished, until another prompt carries its KV on, it is aborted, or the pages are needed.
         carried: such KV for a part of this prompt, approximate; what was lost meanwhile is computed. Raises
-        RequestError if it can never be served, ConfigError for carried KV where KV is int8.
+        RequestError if it can never be served, WindowError if it is too long for that, ConfigError for carried KV where
+        KV is int8.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigError", "PalimpsestError", "RankError", "RequestError", "TraceError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "PalimpsestError",
+    "RankError",
+    "RequestError",
+    "TraceError",
+    "WindowError",
+]
 
 
 class PalimpsestError(Exception):
@@ -19,6 +27,10 @@ class CheckpointError(PalimpsestError):
 
 class RequestError(PalimpsestError, ValueError):
     """A request can never be served as it was asked: too long, ill-formed, or in the wrong state."""
+
+
+class WindowError(RequestError):
+    """A prompt, or a prompt with its response, is longer than the model's window or the KV pool."""
 
 
 class TraceError(PalimpsestError):

@@ -24,7 +24,7 @@ __all__ = [
     "TurnStarted",
 ]
 
-Kind = Literal["update", "final"]
+Kind = Literal["update", "final", "call"]  # of a memory agent the first two; what other agents ask
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from operator import eq
 
 from .draft import Draft
-from .errors import RequestError
+from .errors import RequestError, WindowError
 from .kv_cache import PagePool
 from .plan import Plan
 from .residents import Residents
@@ -45,7 +45,7 @@ class Scheduler(Residents):
         return any(sequence.pending > 0 for sequence in self.running) or any(map(_is_due, self.waiting))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. RequestError if it could never run, even alone."""
+        """Queue a sequence. RequestError if it could never run, even alone; WindowError if it is too long."""
         if not sequence.tokens and not sequence.is_open:
             raise RequestError("the prompt is empty; give at least one token (or open the sequence and extend it)")
         if sequence.is_open and sequence.params.prompt_logprobs:
@@ -58,7 +58,7 @@ class Scheduler(Residents):
         self.waiting.append(sequence)
 
     def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
-        """Let an open sequence's prompt grow. RequestError if it is closed or finished, or would not fit."""
+        """Let an open sequence's prompt grow. RequestError if it is closed or finished, WindowError if it is full."""
         self._require_open(sequence)
         ids = array("i", ids)
         self._require_room(sequence, len(sequence.tokens) + len(ids))
@@ -125,14 +125,14 @@ class Scheduler(Residents):
 
     def _require_room(self, sequence: Sequence, prompt: int) -> None:
         if prompt >= self.window:
-            raise RequestError(
+            raise WindowError(
                 f"the prompt has {prompt} tokens and the window holds {self.window} with at least one of the response; "
                 "shorten the prompt or raise EngineConfig.max_context"
             )
         longest = min(prompt + sequence.params.max_tokens, self.window)
         capacity = self.pool.num_pages * self.pool.page_size
         if longest > capacity:
-            raise RequestError(
+            raise WindowError(
                 f"prompt and response may reach {longest} tokens and the KV pool holds {capacity}; "
                 "lower max_tokens, or raise EngineConfig.kv_bytes or kv_share"
             )

@@ -54,13 +54,13 @@ def overlong_penalty(tokens: int, limit: int, share: float) -> float:
     return -min(excess / buffer, 1.0) if buffer > 0 and excess > 0 else 0.0
 
 
-def shaping(
-    memories: Sequence[int], memory_limit: int, answer: int, answer_limit: int, config: AlgorithmConfig
-) -> float:
+def shaping(lengths: Sequence[tuple[int, int]], config: AlgorithmConfig) -> float:
     """What overlong responses take off a trajectory's reward: a number from -2 to 0.
 
-    memories: tokens of each memory turn. answer: tokens of the answer. Limits in tokens.
+    lengths: tokens and limit of each turn, the last of which is the answer, the others memories.
     """
-    penalties = [overlong_penalty(tokens, memory_limit, config.overlong_memory) for tokens in memories] or [0.0]
+    if not lengths:
+        return 0.0
+    penalties = [overlong_penalty(tokens, limit, config.overlong_memory) for tokens, limit in lengths[:-1]] or [0.0]
     of_memories = min(penalties) if config.overlong_reduction == "max" else math.fsum(penalties) / len(penalties)
-    return of_memories + overlong_penalty(answer, answer_limit, config.overlong_answer)
+    return of_memories + overlong_penalty(*lengths[-1], config.overlong_answer)

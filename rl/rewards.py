@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
 import string
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
+from typing import Any
 
+from ..engine.config import _require_int, _require_number
 from ..engine.errors import ConfigError
+from .failures import Failures
+from .reward_pool import Outcome, RewardPool
+from .reward_worker import score
 
-__all__ = ["REWARDS", "Reward", "Scorer", "boxed_exact", "em", "f1", "sub_em"]
+__all__ = ["REWARDS", "Reward", "Score", "Scorer", "boxed_exact", "em", "f1", "sub_em"]
 
-Reward = Callable[[str, Sequence[str]], float]
+Reward = Callable[..., float]  # of (answer, references), and extra if it has such a parameter
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+LONGEST_TIMEOUT = 1e6  # seconds
 
 BOXED_TAIL = 300  # characters of an answer that MemAgent's verifier looks at
 MATH_FORM = (  # in this order; both sides have been lowered
@@ -75,35 +82,69 @@ REWARDS: Mapping[str, Reward] = MappingProxyType({"boxed_exact": boxed_exact, "e
 class Scorer:
     """Applies a reward; whatever it does, the result is a finite float.
 
-    failures: answers that it raised for, or returned no finite number for; they count 0. first_failure: why, which is
-    also warned of.
+    failures: answers that count 0, by name. "raised": the function did, or ended itself. "result": it returned no
+    finite number. "timeout", "died": of the process of a function given by its name.
     """
 
-    def __init__(self, reward: str | Reward) -> None:
-        """reward: a name from REWARDS or a function. Raises ConfigError for anything else."""
+    def __init__(self, reward: str | Reward, *, timeout: float = 60.0, workers: int = 2) -> None:
+        """reward: a name from REWARDS; a function of (answer, references), which runs in this process; or the name of
+        one as "module:function", which runs in processes of its own, so that it may hang or crash. A function with a
+        parameter `extra` is also given the problem's extra mapping by that name.
+
+        timeout, workers: for functions in processes of their own, seconds for one answer and how many processes.
+        Raises ConfigError for anything else, and for a function that can't be found or called.
+        """
+        _require_number("Scorer", "timeout", timeout, 0.0, LONGEST_TIMEOUT, open_low=True)
+        _require_int("Scorer", "workers", workers, 1)
+        self._pool = RewardPool(reward, timeout, workers) if isinstance(reward, str) and ":" in reward else None
         if isinstance(reward, str) and reward in REWARDS:
             reward = REWARDS[reward]
-        if not callable(reward):
-            raise ConfigError(f"reward must be one of {', '.join(REWARDS)}, or a function; got {reward!r}")
+        if self._pool is None and not callable(reward):
+            raise ConfigError(
+                f"reward must be one of {', '.join(REWARDS)}, a function or 'module:function'; got {reward!r}"
+            )
         self._reward = reward
-        self.failures = 0
-        self.first_failure: str | None = None
+        self.failures = Failures("the reward function", "such answers count 0")
 
-    def __call__(self, answer: str, references: Sequence[str]) -> float:
-        """Numbers of any library count as they are, True as 1."""
-        try:
-            given = self._reward(answer, references)
-            value = float(given)
-        except Exception as error:
-            return self._failed(f"{type(error).__name__}: {error}")
-        return value if math.isfinite(value) else self._failed(f"it returned {given!r}")
+    def __call__(self, answer: str, references: Sequence[str], extra: Mapping[str, Any] = NOTHING) -> float:
+        """Numbers of any library count as they are, True as 1; a text never does."""
+        return self.submit(answer, references, extra).value()
 
-    def _failed(self, why: str) -> float:
-        self.failures += 1
-        if self.first_failure is None:
-            self.first_failure = why
-            warnings.warn(f"the reward function failed: {why}; such answers count 0", stacklevel=4)
+    def submit(self, answer: str, references: Sequence[str], extra: Mapping[str, Any] = NOTHING) -> Score:
+        """Begin to score an answer; built-in rewards and functions in this process are done at once."""
+        if self._pool is not None:
+            return Score(self._pool.submit(answer, references, extra), self.failures)
+        future: Future[Outcome] = Future()
+        future.set_result(score(self._reward, answer, references, extra))  # type: ignore[arg-type]
+        return Score(future, self.failures)
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class Score:
+    """A reward that may still be in the making."""
+
+    def __init__(self, outcome: Future[Outcome], failures: Failures) -> None:
+        self._outcome, self._failures = outcome, failures
+
+    @property
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def value(self) -> float:
+        """The reward, waited for; a failure counts 0 and is noted, so ask once."""
+        name, given = self._outcome.result()
+        if name == "value":
+            return float(given)
+        self._failures.note(name, given)
         return 0.0
+
+    def cancel(self) -> None:
+        """Nobody asks for it any more."""
+        self._outcome.cancel()
 
 
 def _last_boxed(text: str) -> str | None:

@@ -1,43 +1,44 @@
-"""Rollout: problems in, groups of rewarded trajectories out, each as soon as its last reading ends."""
+"""Rollout: problems in, groups of rewarded trajectories out, each as soon as its last trajectory is there."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from ..engine.config import _require_int
 from ..engine.errors import ConfigError, RequestError
 from ..engine.memory_agent import MemoryAgent
-from ..engine.reading import Reading
 from .advantage import is_mixed, shaping
+from .agent_function import FunctionAgent
 from .config import AlgorithmConfig
-from .rewards import Reward, Scorer
-from .trajectory import Group, Problem, Trajectory, require_policy
+from .episodes import Agent, episodes
+from .failures import Failures
+from .rewards import Reward, Score, Scorer
+from .trajectory import Episode, Group, Problem, Trajectory, require_policy
 
 __all__ = ["Rollout"]
 
 
 class Rollout:
-    """Samples groups with a memory agent.
+    """Samples groups with an agent.
 
-    samples: readings begun so far; it is the sample index of the next, so no two draw the same random numbers.
+    samples: trajectories begun so far; it is the sample index of the next, so no two draw the same random numbers.
     scorer: the reward, and how often it failed. rolled: groups that ended so far, those left out included.
     """
 
-    def __init__(self, agent: MemoryAgent, reward: str | Reward, algorithm: AlgorithmConfig) -> None:
-        """reward: see Scorer. Raises ConfigError for an agent that keeps no turns, what is trained on, that samples
-        with more than a temperature, or that carries KV on: the trainer would compute other log-probabilities."""
-        if not agent.config.keep_turns:
-            raise ConfigError("AgentConfig.keep_turns is False, but turns are what is trained on; leave it True")
+    def __init__(self, agent: Agent, reward: str | Reward | Scorer, algorithm: AlgorithmConfig) -> None:
+        """reward: a Scorer, or what one is made of. Raises ConfigError for an agent that keeps no turns, what is
+        trained on, that samples with more than a temperature, or that carries KV on: the trainer would compute other
+        log-probabilities."""
+        if isinstance(agent, MemoryAgent):
+            _require_exact(agent)
         require_policy(agent.config.sampling)
-        if agent.config.memory_kv == "carried":
-            raise ConfigError(
-                "AgentConfig.memory_kv is 'carried', which is approximate: the log-probabilities would not be those "
-                "that are trained on; use memory_kv='exact'"
-            )
-        self.agent, self.algorithm, self.scorer = agent, algorithm, Scorer(reward)
+        self.agent, self.algorithm = agent, algorithm
+        self.scorer = reward if isinstance(reward, Scorer) else Scorer(reward)
         self.samples = self.rolled = 0
 
     def groups(self, problems: Iterable[Problem], wanted: int) -> Generator[Group, None, None]:
@@ -75,48 +76,92 @@ class Rollout:
             )
             yield from dull[:wanted]
 
+    @property
+    def failures(self) -> dict[str, int]:
+        """How often the agent's and the reward's function failed, by "agent.NAME" and "reward.NAME"."""
+        return {f"{whose}.{name}": count for whose, one in self._watched() for name, count in one.counts.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """What the next groups depend on besides the weights, and the counters, as plain JSON values."""
-        scorer = self.scorer
-        return {
-            "samples": self.samples,
-            "rolled": self.rolled,
-            "failures": scorer.failures,
-            "first_failure": scorer.first_failure,
-        }
+        failures = {whose: one.state_dict() for whose, one in self._watched()}
+        return {"samples": self.samples, "rolled": self.rolled, "failures": failures}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the rollout went on that gave this state."""
         self.samples, self.rolled = state["samples"], state["rolled"]
-        self.scorer.failures, self.scorer.first_failure = state["failures"], state["first_failure"]
+        for whose, one in self._watched():
+            one.load_state_dict(state["failures"][whose])
+
+    def _watched(self) -> list[tuple[str, Failures]]:
+        agents = [("agent", self.agent.failures)] if isinstance(self.agent, FunctionAgent) else []
+        return [*agents, ("reward", self.scorer.failures)]
 
     def _roll(self, problems: list[Problem]) -> Iterator[Group]:
-        agent, size = self.agent, self.algorithm.group_size
+        size = self.algorithm.group_size
         for problem in problems:
             if not isinstance(problem, Problem):
                 raise RequestError(f"problems are rl.trajectory.Problem, got {problem!r:.60}")
         first, self.samples = self.samples, self.samples + size * len(problems)
-        done: dict[int, dict[int, Reading]] = {}
-        tasks = [(problem.document, problem.question) for problem in problems]
-        for task, place, reading in agent.rollouts(tasks, size, first_sample=first):
-            readings = done.setdefault(task, {})
-            readings[place] = reading
-            if len(readings) == size:
-                self.rolled += 1
-                del done[task]
-                yield self._group([readings[i] for i in range(size)], problems[task])
+        open_groups = {task: _OpenGroup(size, {}) for task in range(len(problems))}
+        try:
+            with closing(episodes(self.agent, problems, size, first_sample=first)) as arriving:
+                for task, place, episode in arriving:
+                    open_groups[task].members[place] = episode, self._score(episode, problems[task])
+                    yield from self._closed(open_groups, wait=False)
+            yield from self._closed(open_groups, wait=True)
+        finally:
+            for group in open_groups.values():
+                group.cancel()
 
-    def _group(self, readings: list[Reading], problem: Problem) -> Group:
-        trajectories = [self._trajectory(reading, problem) for reading in readings]
-        return Group(trajectories, self.agent.config.sampling, self.agent.engine.weights_version)
+    def _score(self, episode: Episode, problem: Problem) -> Score | float:
+        """Scoring goes on beside the decoding of others."""
+        if isinstance(episode.result, str):
+            return self.scorer.submit(episode.result, problem.answers, problem.extra)
+        return 0.0 if episode.result is None else episode.result
 
-    def _trajectory(self, reading: Reading, problem: Problem) -> Trajectory:
-        config = self.agent.config
-        correct = self.scorer(reading.answer, problem.answers)
-        memories = [len(turn.response_ids) for turn in reading.turns if turn.kind == "update"]
-        answer = len(reading.turns[-1].response_ids)
-        shaped = shaping(memories, config.memory_tokens, answer, config.answer_tokens, self.algorithm)
-        return Trajectory(reading.turns, correct + shaped, correct)
+    def _closed(self, open_groups: dict[int, _OpenGroup], wait: bool) -> Iterator[Group]:
+        """Take those out that are complete, with all their scores. wait: for scores that are not there yet."""
+        for task in [task for task, group in open_groups.items() if group.complete and (wait or group.scored)]:
+            members = open_groups.pop(task).members
+            trajectories = [self._trajectory(*members[place]) for place in range(len(members))]
+            self.rolled += 1
+            yield Group(trajectories, self.agent.config.sampling, self.agent.engine.weights_version)
+
+    def _trajectory(self, episode: Episode, score: Score | float) -> Trajectory:
+        correct = score.value() if isinstance(score, Score) else score
+        lengths = [(len(turn.response_ids), limit) for turn, limit in zip(episode.turns, episode.limits, strict=True)]
+        return Trajectory(episode.turns, correct + shaping(lengths, self.algorithm), correct)
+
+
+@dataclass
+class _OpenGroup:
+    """A group in the making. members: by place, episodes that have ended, with their scores."""
+
+    size: int
+    members: dict[int, tuple[Episode, Score | float]]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.members) == self.size
+
+    @property
+    def scored(self) -> bool:
+        return all(score.done for _, score in self.members.values() if isinstance(score, Score))
+
+    def cancel(self) -> None:
+        for _, score in self.members.values():
+            if isinstance(score, Score):
+                score.cancel()
+
+
+def _require_exact(agent: MemoryAgent) -> None:
+    if not agent.config.keep_turns:
+        raise ConfigError("AgentConfig.keep_turns is False, but turns are what is trained on; leave it True")
+    if agent.config.memory_kv == "carried":
+        raise ConfigError(
+            "AgentConfig.memory_kv is 'carried', which is approximate: the log-probabilities would not be those "
+            "that are trained on; use memory_kv='exact'"
+        )
 
 
 def _correct(group: Group) -> list[float]:

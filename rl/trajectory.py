@@ -10,7 +10,7 @@ from ..engine.config import FrozenDict, SamplingParams, _frozen, _require, _tupl
 from ..engine.errors import ConfigError
 from ..engine.reading import Turn
 
-__all__ = ["Group", "Problem", "Trajectory", "require_policy"]
+__all__ = ["Episode", "Group", "Problem", "Trajectory", "require_policy"]
 
 # Everything else in SamplingParams changes what a token is drawn from, without a trace in its log-probability.
 NOT_THE_DISTRIBUTION = frozenset(
@@ -37,6 +37,19 @@ class Problem:
         object.__setattr__(self, "answers", _tuple("Problem", "answers", self.answers))  # a str would be its letters
         for answer in self.answers:
             _require(isinstance(answer, str), f"Problem.answers must hold str, got {answer!r}")
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an agent made of a problem, not rewarded yet.
+
+    result: the answer, or, from an agent that rewards itself, its reward; None when it failed, which counts 0.
+    turns: by number. limits: max_tokens of each.
+    """
+
+    result: str | float | None
+    turns: Sequence[Turn]
+    limits: Sequence[int]
 
 
 @dataclass(frozen=True)

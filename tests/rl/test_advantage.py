@@ -49,7 +49,7 @@ def test_overlong_penalty() -> None:
 
 def test_shaping() -> None:
     config = AlgorithmConfig(overlong_memory=0.5, overlong_answer=0.25)
-    assert shaping([50, 75, 100], 100, 10, 10, config) == pytest.approx(-(0 + 0.5 + 1) / 3 - 1)
-    assert shaping([], 100, 5, 10, config) == 0.0
+    assert shaping([(50, 100), (75, 100), (100, 100), (10, 10)], config) == pytest.approx(-(0 + 0.5 + 1) / 3 - 1)
+    assert shaping([(5, 10)], config) == 0.0 == shaping([], config)
     worst = AlgorithmConfig(overlong_memory=0.5, overlong_reduction="max")
-    assert shaping([50, 75, 60], 100, 10, 10, worst) == pytest.approx(-0.5)
+    assert shaping([(50, 100), (75, 100), (60, 100), (10, 10)], worst) == pytest.approx(-0.5)
