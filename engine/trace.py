@@ -20,7 +20,7 @@ from .memory_reading import MemoryReading
 from .reading import Event, Request, Turn, TurnEnded
 from .sequence import DraftCounters
 
-__all__ = ["FORMAT", "Trace", "traced"]
+__all__ = ["FORMAT", "Trace", "traced", "turn_from", "turn_values"]
 
 FORMAT = 1
 TURN_FIELDS = tuple(field.name for field in dataclasses.fields(Turn))
@@ -150,10 +150,7 @@ class Trace:
 
     def append(self, turn: Turn) -> None:
         """Write one turn; it is on disk when this returns. Raises TraceError if it cannot be."""
-        values = {name: getattr(turn, name) for name in TURN_FIELDS}
-        drafts = {source: dataclasses.asdict(counters) for source, counters in turn.drafts.items()}
-        ids = {"prompt_ids": list(turn.prompt_ids), "response_ids": list(turn.response_ids)}
-        self._write(values | ids | {"drafts": drafts})
+        self._write(turn_values(turn))
 
     def recorded(self) -> Iterator[Turn]:
         """The turns in the file, one at a time. Raises TraceError for a damaged line."""
@@ -207,13 +204,26 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def _turn(values: dict[str, Any], path: Path, number: int) -> Turn:
     try:
-        ids = {name: array("i", values[name]) for name in ("prompt_ids", "response_ids")}
-        drafts = {source: DraftCounters(**counters) for source, counters in values.get("drafts", {}).items()}
-        return Turn(**(values | ids | {"drafts": drafts}))
+        return turn_from(values)
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise TraceError(
             f"line {number} of {path} is not a turn ({error}): the trace is damaged, start a new one"
         ) from error
+
+
+def turn_values(turn: Turn) -> dict[str, Any]:
+    """A turn as plain JSON values."""
+    values = {name: getattr(turn, name) for name in TURN_FIELDS}
+    drafts = {source: dataclasses.asdict(counters) for source, counters in turn.drafts.items()}
+    ids = {"prompt_ids": list(turn.prompt_ids), "response_ids": list(turn.response_ids)}
+    return values | ids | {"drafts": drafts}
+
+
+def turn_from(values: Mapping[str, Any]) -> Turn:
+    """The turn that turn_values gave. Raises what Python raises for values that are none."""
+    ids = {name: array("i", values[name]) for name in ("prompt_ids", "response_ids")}
+    drafts = {source: DraftCounters(**counters) for source, counters in values.get("drafts", {}).items()}
+    return Turn(**(dict(values) | ids | {"drafts": drafts}))
 
 
 def _compare(path: Path, recorded: Mapping[str, Any], given: Mapping[str, Any]) -> None:

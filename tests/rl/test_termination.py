@@ -1,0 +1,27 @@
+"""Termination: a signal ends a breakable block at once and waits elsewhere; a second one acts as ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from palimpsest.rl.termination import Terminated, Termination
+
+
+def test_a_signal_breaks_what_may_be_broken() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Termination() as termination:
+        termination.check()
+        with pytest.raises(Terminated, match="SIGTERM received") as caught, termination.breakable():
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("it went on")
+        assert caught.value.exit_code == 143 and not isinstance(caught.value, Exception)
+        assert signal.getsignal(signal.SIGTERM) is before
+    with Termination() as termination:
+        os.kill(os.getpid(), signal.SIGINT)  # not here: it waits
+        with pytest.raises(KeyboardInterrupt):  # a second one is Python's own
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Terminated, match="SIGINT"), termination.breakable():
+            pytest.fail("it went in")
+    assert signal.getsignal(signal.SIGTERM) is before
