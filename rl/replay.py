@@ -63,8 +63,8 @@ def replay(trainer: Trainer, folder: str | Path) -> Iterator[StepReport]:
     """Train on the steps that a run left in `folder`, from the trainer's present step on; -> a report of each.
 
     With the configuration, weights and steps of the run that rolled out, every number and weight is that run's. With
-    others, rollouts of other weights must be allowed: AlgorithmConfig.correction. Raises TraceError when there is no file
-    of the present step, or a damaged one; else as Trainer.step does.
+    others, rollouts of other weights must be allowed: AlgorithmConfig.correction. Raises TraceError when there is no
+    file of the present step, or a damaged one; else as Trainer.step does.
     """
     place = Path(folder)
     if not _file(place, trainer.steps).is_file():
