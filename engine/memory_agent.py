@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import islice, tee
@@ -126,7 +127,7 @@ class MemoryAgent:
             raise RequestError(f"a document is a str or an iterable of str, got {kind}; open_document reads files")
         ids = self.tokenizer.encode(question)
         size = self.chunk_size(len(ids))
-        pieces = tee(self.tokenizer.encode_pieces(_pieces(document)), n)
+        pieces = tee(_with_error(self.tokenizer.encode_pieces(_pieces(document))), n)
         siblings = Siblings()
         return [MemoryReading(self, ids, Chunks(each, size), siblings) for each in pieces]
 
@@ -207,3 +208,11 @@ def _pieces(document: str | Iterable[str]) -> Iterator[str]:
         if not isinstance(piece, str):
             raise RequestError(f"a document's pieces are str, got {piece!r:.60}; decode bytes first")
         yield piece
+
+
+def _with_error(pieces: Iterator[array[int]]) -> Iterator[array[int] | Exception]:
+    """The pieces, and at the end what broke them off: so that each reading of a group gets to know it."""
+    try:
+        yield from pieces
+    except Exception as error:  # whatever the caller's document raises
+        yield error

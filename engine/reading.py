@@ -191,31 +191,38 @@ Event = TurnStarted | TextProgress | TurnEnded | Answered
 class Chunks:
     """A stream of int32 ids cut into chunks of `size` tokens, the last one shorter; none for an empty document.
 
-    Holds a chunk and a piece at a time. tokens_ahead: how many it holds beyond the last chunk it gave.
+    Holds a chunk and a piece at a time. tokens_ahead: how many it holds beyond the last chunk it gave. An exception in
+    the stream is raised in place of the chunk that would need what comes after it; looking ahead raises nothing.
     """
 
-    def __init__(self, pieces: Iterable[array[int]], size: int) -> None:
+    def __init__(self, pieces: Iterable[array[int] | Exception], size: int) -> None:
         self._pieces = iter(pieces)
         self.size = size
         self._held = array("i")
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[array[int]]:
         return self
 
     def __next__(self) -> array[int]:
         chunk = self.peek()
+        if self._error is not None and len(chunk) < self.size:
+            raise self._error
         if not chunk:
             raise StopIteration
         del self._held[: len(chunk)]
         return chunk
 
     def peek(self) -> array[int]:
-        """The chunk that comes next, empty at the end."""
-        while len(self._held) < self.size:
+        """The chunk that comes next, or what there is of it; empty at the end."""
+        while len(self._held) < self.size and self._error is None:
             piece = next(self._pieces, None)
             if piece is None:
                 break
-            self._held.extend(piece)
+            if isinstance(piece, Exception):
+                self._error = piece
+            else:
+                self._held.extend(piece)
         return self._held[: self.size]
 
     @property

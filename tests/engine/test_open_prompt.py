@@ -7,7 +7,7 @@ responses, where a wrong page shows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from palimpsest import AgentConfig, Engine, EngineConfig, MemoryAgent, RequestError, SamplingParams
 from palimpsest.engine.kv_cache import PagePool
-from palimpsest.engine.reading import Event, Reading
+from palimpsest.engine.reading import Event, Reading, TurnEnded
 from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
 from palimpsest.engine.step import Span, SpanResult, Step
@@ -334,6 +334,37 @@ def test_leaving_at_any_moment_leaves_nothing_behind(base: Engine) -> None:
                     with pytest.raises(RequestError, match="was aborted") if running else nullcontext():
                         list(events)
                 rest(engine)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_broken_document_ends_the_turn_that_would_read_it(
+    base: Engine, is_open: bool, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encode_pieces, end = base.tokenizer.encode, base.tokenizer.encode_pieces, base.tokenizer.eos_ids[0]
+    monkeypatch.setattr(base.tokenizer, "encode_pieces", lambda texts: (i for t in texts for i in encode_pieces([t])))
+    whole = [story(1800 + 9 * piece, 1809 + 9 * piece) for piece in range(pieces)]
+
+    def document() -> Iterator[str]:
+        yield from whole
+        raise OSError("the disk is gone")
+
+    turns = sum(len(encode(text)) for text in whole) // CONFIG.chunk_tokens
+
+    def respond(sequence: Sequence) -> array[int]:  # who looks ahead first is the last to go on
+        slow = sequence.sample == 0 and sequence.turn == turns - 1
+        return array("i", [*encode("lamps " * 6 if slow else "a"), end])
+
+    agent = MemoryAgent(scripted(base, respond, is_open=is_open), CONFIG)
+    ended = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for event in agent.stream(document(), QUESTION):
+            ended += [event.turn.kind] if isinstance(event, TurnEnded) else []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for _, place, _ in agent.rollouts([(document(), QUESTION)], 3):
+            ended.append(f"answer of {place}")
+    assert ended == ["update"] * turns
+    rest(agent.engine)
 
 
 def test_only_what_stays_is_fed(base: Engine) -> None:
