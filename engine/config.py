@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -258,8 +259,9 @@ class AgentConfig:
     """How a memory agent reads (defaults: MemAgent, arXiv 2507.02259).
 
     chunk_tokens, memory_tokens, answer_tokens: tokens read per turn, and the limits of a memory and of the answer.
-    template: how a turn asks for a memory; a name from templates.TEMPLATES or a Template.
-    final_form: how the last turn asks for the answer; a name from templates.FINAL_FORMS or a Template.
+    template: how a turn asks for a memory; a name from templates.TEMPLATES, a Template, or the list of its parts with
+    "{problem}", "{memory}" and "{chunk}" for the slots.
+    final_form: how the last turn asks for the answer; a name from templates.FINAL_FORMS, a Template, or such a list.
     sampling: drawn for every turn; its max_tokens is replaced by memory_tokens or answer_tokens.
     strip_thinking: a memory is what follows the last </think>, from the first token wholly after the tag on: line
     breaks in one token with its end go with it. Without the tag, as when the limit cut the thinking, all of it is kept,
@@ -273,8 +275,8 @@ class AgentConfig:
     chunk_tokens: int = 5000
     memory_tokens: int = 1024
     answer_tokens: int = 1024
-    template: str | Template = "memory_first"
-    final_form: str | Template = "boxed"
+    template: str | Template | Seq[str] = "memory_first"
+    final_form: str | Template | Seq[str] = "boxed"
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7, top_p=0.95))
     strip_thinking: bool = False
     memory_kv: str = "exact"
@@ -294,7 +296,10 @@ class AgentConfig:
             not self.sampling.top_logprobs and not self.sampling.prompt_logprobs,
             "AgentConfig.sampling must leave out top_logprobs and prompt_logprobs: a Turn has no place for them",
         )
-        from .templates import find_final, find_update  # a template is made of segments, which know SamplingParams
+        from .templates import Template, find_final, find_update  # made of segments, which know SamplingParams
 
-        find_update(self.template)
-        find_final(self.final_form)
+        for name, find in (("template", find_update), ("final_form", find_final)):
+            given = getattr(self, name)
+            find(given)
+            if isinstance(given, list):  # a configuration does not change, nor what it holds
+                object.__setattr__(self, name, Template.of(given))

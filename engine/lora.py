@@ -95,6 +95,14 @@ class LoraLinear(Linear):
         return out + self.ops.linear(low, self.lora_B, None)
 
 
+def trained_parameters(model: Decoder) -> list[nn.Parameter]:
+    """Those that training changes: of the adapters, if there are any, else all. They want gradients from now on."""
+    only_adapters = bool(adapters(model))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not only_adapters or "lora_" in name)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def adapters(model: Decoder) -> dict[str, LoraLinear]:
     """The model's adapters by the name of their layer; none without LoRA."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}

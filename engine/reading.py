@@ -101,7 +101,8 @@ class ReadingCounters:
     """What a reading has cost so far.
 
     document_tokens: tokens of the chunks whose turns have ended. truncated_memories: memories cut at their limit, which
-    are used as they are. empty_memories: memories without a token. seconds: the sum over the turns.
+    are used as they are. empty_memories: memories without a token. undecoded_turns: turns that took no decode step, as
+    a draft was right to its end. seconds: the sum over the turns.
     prefilled_tokens, prefilled_ahead, cached_tokens, carried_tokens, decode_steps, drafts: as in Turn, summed.
     """
 
@@ -114,6 +115,7 @@ class ReadingCounters:
     decode_steps: int = 0
     truncated_memories: int = 0
     empty_memories: int = 0
+    undecoded_turns: int = 0
     seconds: float = 0.0
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
 
@@ -125,6 +127,7 @@ class ReadingCounters:
         self.cached_tokens += turn.cached_tokens
         self.carried_tokens += turn.carried_tokens
         self.decode_steps += turn.decode_steps
+        self.undecoded_turns += not turn.decode_steps
         self.seconds += turn.seconds
         for source, counters in turn.drafts.items():
             self.drafts[source] = self.drafts.get(source, DraftCounters()) + counters

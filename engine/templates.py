@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -54,6 +54,12 @@ class Template:
     def slots(self) -> list[Slot]:
         return [part for part in self.parts if isinstance(part, Slot)]
 
+    @classmethod
+    def of(cls, parts: Sequence[str | Slot]) -> Template:
+        """From a list, as in a YAML file: the parts "{problem}", "{memory}" and "{chunk}" of it are slots."""
+        slots: dict[str, Slot] = {f"{{{slot.value}}}": slot for slot in Slot}
+        return cls(tuple(slots.get(part, part) if isinstance(part, str) else part for part in parts))
+
 
 # The wording and white space of MemAgent's prompts (arXiv 2507.02259, code of the authors): the published weights were
 # trained on them byte for byte, the space after <problem> and the last line break included.
@@ -91,7 +97,7 @@ FINAL_FORMS: Mapping[str, Template] = MappingProxyType(
 )
 
 
-def find_update(template: str | Template) -> Template:
+def find_update(template: str | Template | Sequence[str]) -> Template:
     """The template of the turns that write the memory, by name or as given.
 
     Raises ConfigError for an unknown name and for a template that lacks one of the three slots.
@@ -99,7 +105,7 @@ def find_update(template: str | Template) -> Template:
     return _find("template", template, TEMPLATES, {Slot.PROBLEM, Slot.MEMORY, Slot.CHUNK})
 
 
-def find_final(form: str | Template) -> Template:
+def find_final(form: str | Template | Sequence[str]) -> Template:
     """The template of the turn that answers, by name or as given.
 
     Raises ConfigError for an unknown name and for a template whose slots are not just problem and memory.
@@ -107,7 +113,9 @@ def find_final(form: str | Template) -> Template:
     return _find("final_form", form, FINAL_FORMS, {Slot.PROBLEM, Slot.MEMORY})
 
 
-def _find(key: str, given: str | Template, known: Mapping[str, Template], slots: set[Slot]) -> Template:
+def _find(key: str, given: str | Template | Sequence[str], known: Mapping[str, Template], slots: set[Slot]) -> Template:
+    if isinstance(given, (list, tuple)):
+        given = Template.of(given)
     if isinstance(given, Template):
         if set(given.slots) != slots:
             needed = ", ".join(sorted(slots))
@@ -115,7 +123,9 @@ def _find(key: str, given: str | Template, known: Mapping[str, Template], slots:
             raise ConfigError(f"AgentConfig.{key} needs exactly the slots {needed}; the template given has {found}")
         return given
     if not isinstance(given, str) or given not in known:
-        raise ConfigError(f"AgentConfig.{key} must be one of {', '.join(known)}, or a Template; got {given!r}")
+        raise ConfigError(
+            f"AgentConfig.{key} must be one of {', '.join(known)}, a Template or the list of its parts; got {given!r}"
+        )
     return known[given]
 
 

@@ -100,10 +100,7 @@ class Trainer:
         if config.reference == "copy" and adapters:
             raise ConfigError("a model with adapters has its reference in itself; use reference='lora_off'")
         self._loss = GroupLoss(engine, config)
-        for name, parameter in engine.model.named_parameters():
-            parameter.requires_grad_(not adapters or "lora_" in name)
-        trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-        self._optimizer = Optimizer(trained, config.optimizer)
+        self._optimizer = Optimizer(lora.trained_parameters(engine.model), config.optimizer)
         self.steps = 0
 
     def step(self, groups: Iterable[Group]) -> StepReport:

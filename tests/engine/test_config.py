@@ -74,9 +74,15 @@ def test_engine_config_refuses(values, message):
         ({"sampling": {"temperature": 0}}, "sampling must be SamplingParams, got {'temperature': 0}"),
         ({"sampling": SamplingParams(top_logprobs=1)}, "sampling must leave out top_logprobs"),
         ({"sampling": SamplingParams(prompt_logprobs=True)}, "sampling must leave out top_logprobs"),
-        ({"template": "boxed"}, "template must be one of memory_first, chunk_first, or a Template; got 'boxed'"),
+        (
+            {"template": "boxed"},
+            "template must be one of memory_first, chunk_first, a Template or the list of its parts; got 'boxed'",
+        ),
         ({"template": FINAL_FORMS["boxed"]}, "template needs exactly the slots chunk, memory, problem"),
-        ({"final_form": 3}, "final_form must be one of boxed, boxed_trained, therefore, or a Template; got 3"),
+        (
+            {"final_form": 3},
+            "final_form must be one of boxed, boxed_trained, therefore, a Template or the list of its parts; got 3",
+        ),
         ({"final_form": TEMPLATES["memory_first"]}, "final_form needs exactly the slots memory, problem"),
     ],
 )

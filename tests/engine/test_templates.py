@@ -122,9 +122,13 @@ def test_an_own_template_is_data(tokenizer):
 
 
 def test_unknown_names_and_wrong_slots_are_refused():
-    with pytest.raises(ConfigError, match="one of memory_first, chunk_first, or a Template; got 'boxed'"):
+    with pytest.raises(
+        ConfigError, match="one of memory_first, chunk_first, a Template or the list of its parts; got 'boxed'"
+    ):
         find_update("boxed")
-    with pytest.raises(ConfigError, match="one of boxed, boxed_trained, therefore, or a Template; got 'box'"):
+    with pytest.raises(
+        ConfigError, match="one of boxed, boxed_trained, therefore, a Template or the list of its parts; got 'box'"
+    ):
         find_final("box")
     with pytest.raises(ConfigError, match="exactly the slots chunk, memory, problem; the template given has problem"):
         find_update(Template((Slot.PROBLEM,)))
@@ -142,3 +146,13 @@ def test_a_chat_template_that_changes_the_message_is_refused(tokenizer, monkeypa
     monkeypatch.setattr(tokenizer, "chat", lambda messages: messages[0]["content"] * 2)
     with pytest.raises(ConfigError, match="does not keep the user message in one piece"):
         TokenTemplate(TEMPLATES["memory_first"], tokenizer)
+
+
+def test_a_list_of_parts_is_a_template() -> None:
+    parts = ["question ", "{problem}", " memory ", "{memory}", " text ", "{chunk}"]
+    template = Template(("question ", Slot.PROBLEM, " memory ", Slot.MEMORY, " text ", Slot.CHUNK))
+    assert find_update(parts) == template == AgentConfig(template=parts).template
+    with pytest.raises(ConfigError, match="exactly the slots memory, problem"):
+        AgentConfig(final_form=parts)
+    with pytest.raises(ConfigError, match=r"texts and Slots, got 3"):
+        AgentConfig(template=[*parts, 3])  # type: ignore[list-item]

@@ -1,0 +1,1 @@
+"""Generated training tasks: documents from (seed, index), of any length, with an exact oracle."""

@@ -1,0 +1,141 @@
+"""The slots task: documents from (seed, index), what their words say, the oracle's lessons, the model's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from palimpsest.engine.config import AgentConfig, EngineConfig
+from palimpsest.engine.engine import Engine
+from palimpsest.engine.errors import ConfigError
+from palimpsest.engine.memory_agent import MemoryAgent
+from palimpsest.engine.tokenizer import Tokenizer
+from palimpsest.rl.tasks.slots import KEYS, UNIT, VALUES, VARIANTS, Slots, SlotsConfig
+from palimpsest.rl.tasks.slots_model import CHUNK_FIRST, FINAL, MEMORY_FIRST, write_model
+from palimpsest.rl.tasks.slots_oracle import OracleConfig, SlotsOracle
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("slots") / "model"
+    write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def agent(folder: Path) -> MemoryAgent:
+    engine = Engine(folder, EngineConfig(kv_bytes=1 << 22, threads=1, max_context=256))
+    config = AgentConfig(chunk_tokens=32, memory_tokens=6, answer_tokens=4, template=MEMORY_FIRST, final_form=FINAL)
+    return MemoryAgent(engine, config)
+
+
+def facts(words: list[str]) -> Iterator[tuple[str, str]]:
+    """The pairs of a document: a key and the word after it."""
+    rest = iter(words)
+    for word in rest:
+        if word in KEYS:
+            yield word, next(rest)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("keys", [1, 2, 4])
+def test_the_answer_is_what_a_careful_reader_finds(variant: str, keys: int) -> None:
+    slots = Slots(SlotsConfig(seed=3, tokens=256, keys=keys, variant=variant))
+    for index in range(20):
+        problem = slots.problem(index)
+        words = "".join(problem.document).split()
+        asked = problem.question.split()
+        assert len(words) == 256 and len(set(asked)) == keys
+        known = dict.fromkeys(asked, "")
+        written = 0
+        for name, word in facts(words):
+            for key in asked:
+                if name == key or (variant == "two_hop" and name == known[key]):
+                    known[key] = word
+                    written += 1
+        assert problem.answers == (" ".join(known.values()),)
+        assert written == keys * (1 if variant == "plain" else 2)
+        assert set(known.values()) <= set(VALUES)
+
+
+def test_documents_depend_on_seed_and_index_alone() -> None:
+    def text(config: SlotsConfig, index: int) -> str:
+        return "".join(Slots(config).problem(index).document)
+
+    config = SlotsConfig(seed=1, tokens=UNIT * 100)
+    again = Slots(config).problem(5)
+    assert text(config, 5) == "".join(again.document) == "".join(again.document)
+    assert len({text(config, 5), text(config, 6), text(dataclasses.replace(config, seed=2), 5)}) == 3
+
+
+def test_a_document_of_a_billion_tokens_begins_at_once() -> None:
+    document = Slots(SlotsConfig(tokens=UNIT << 26)).problem(0).document
+    assert len(list(islice(document, 3))) == 3
+
+
+def test_every_word_is_one_token(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    problem = Slots(SlotsConfig(tokens=UNIT * 9000)).problem(0)
+    parts = list(tokenizer.encode_pieces(problem.document))
+    assert len(parts) > 1  # a long document is not held whole
+    assert sum(map(len, parts)) == UNIT * 9000
+    for text in (problem.question, f" {problem.answers[0]}", "No previous memory"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert len(tokenizer.encode(text)) == len(text.split())
+
+
+def test_transformers_reads_the_folder(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert theirs(" ka va").input_ids == list(Tokenizer.load(folder).encode(" ka va"))
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == 714_624
+
+
+@pytest.mark.parametrize("template", [MEMORY_FIRST, CHUNK_FIRST])
+def test_prompts_are_short(agent: MemoryAgent, template: object) -> None:
+    config = dataclasses.replace(agent.config, template=template)
+    assert MemoryAgent(agent.engine, config).update_prompt.fixed_tokens <= 30
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_unbiased_oracle_reads_as_a_careful_reader(agent: MemoryAgent, variant: str) -> None:
+    oracle = SlotsOracle(agent, OracleConfig(variant=variant, chunk_tokens=(32, 32), noise=0.0, bias=0.0))
+    told = 0
+    for index in range(100):
+        example = oracle.example(index)
+        words = agent.tokenizer.decode(example.prompt_ids).replace("No", " No").split()
+        asked, rest = words[1:3], words[4:]
+        if "text" not in words:
+            continue
+        end = rest.index("text")
+        known: dict[str, str] = dict(facts(rest[:end]))
+        known = {key: known.get(key, "none") for key in asked}
+        for name, word in facts(rest[end + 1 :]):
+            for key in asked:
+                if name in (key, known[key]):
+                    known[key] = word
+                    told += 1
+        expected = "".join(f" {key} {word}" for key, word in known.items())
+        assert agent.tokenizer.decode(example.response_ids) == expected
+        assert example.response_ids[-1] in agent.tokenizer.eos_ids
+    assert told > 20
+
+
+def test_bias_drops_what_was_known(agent: MemoryAgent) -> None:
+    def examples(bias: float) -> list[str]:
+        oracle = SlotsOracle(agent, OracleConfig(chunk_tokens=(32, 32), noise=0.0, bias=bias))
+        return [agent.tokenizer.decode(oracle.example(i).response_ids) for i in range(300)]
+
+    changed = [pair for pair in zip(examples(0.0), examples(1.0), strict=True) if pair[0] != pair[1]]
+    assert 300 * 0.85 * 2 / 9 * 0.5 < len(changed) < 300 * 0.85 * 2 / 9 * 1.5
+    assert all(right.count("none") + 1 == wrong.count("none") for right, wrong in changed)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 100}, {"keys": 5}, {"variant": "other"}, {"seed": -1}])
+def test_mistakes_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SlotsConfig(**wrong)  # type: ignore[arg-type]
