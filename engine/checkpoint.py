@@ -23,7 +23,18 @@ from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
-__all__ = ["EMBEDDING", "HEAD", "Checkpoint", "load", "new_folder", "read_json", "restore", "save", "write_json"]
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "Checkpoint",
+    "flush",
+    "load",
+    "new_folder",
+    "read_json",
+    "restore",
+    "save",
+    "write_json",
+]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -177,10 +188,10 @@ def new_folder(target: Path, size: int) -> Iterator[Path]:
             place.mkdir()
             yield place
             for file in (*place.iterdir(), place):
-                _flush(file)
+                flush(file)
             _require_free(target)
             _rename(place, target)
-            _flush(target.parent)
+            flush(target.parent)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{target} cannot be written ({error}); it takes some {size} bytes: make room, or choose another place"
@@ -200,7 +211,8 @@ def _require_free(target: Path) -> None:
         raise CheckpointError(f"{target} exists and is not an empty folder; name a new one, or remove it first")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

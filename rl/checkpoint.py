@@ -9,6 +9,7 @@ FOLDER/step-00000010/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,11 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..engine import checkpoint, lora
-from ..engine.checkpoint import new_folder, read_json
+from ..engine.checkpoint import flush, new_folder, read_json, write_json
 from ..engine.config import _require_int
 from ..engine.engine import Engine
 from ..engine.errors import CheckpointError
 from ..engine.tensor_files import StoredTensor, read_header
+from .process_group import ProcessGroup
 from .random_state import random_state, set_random_state
 from .trainer import Trainer
 
@@ -54,13 +56,17 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder that is theirs alone."""
+    """The checkpoints of a run, in one folder that is theirs alone; all ranks see the same one."""
 
-    def __init__(self, folder: str | Path, keep: int = CheckpointConfig.keep) -> None:
+    def __init__(
+        self, folder: str | Path, keep: int = CheckpointConfig.keep, process_group: ProcessGroup | None = None
+    ) -> None:
         """Takes away what a run that was killed left half written or half removed."""
         self.folder, self.keep = Path(folder), keep
-        for rest in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(rest, ignore_errors=True)
+        self._ranks = ProcessGroup() if process_group is None else process_group
+        if self._ranks.main:
+            for rest in self.folder.glob(".step-*.partial"):
+                shutil.rmtree(rest, ignore_errors=True)
 
     def all(self) -> list[Path]:
         """The folders of all checkpoints, oldest first."""
@@ -75,34 +81,54 @@ class Checkpoints:
         run: plain JSON values, for `restore` to give back. score: what makes one the best, the larger the better.
         Raises CheckpointError when it cannot be written, or is there already.
         """
-        state = trainer.state_dict()
+        state, ranks = trainer.state_dict(), self._ranks
         tensors = state.pop("optimizer")
         target = self.folder / f"step-{trainer.steps:08}"
-        described = {
-            "format": FORMAT,
-            "step": trainer.steps,
-            "score": score,
-            "weights": trainer.engine.describe()["weights"],
-            "trainer": state,
-            "run": dict(run),
-            "random": random_state(),
-        }
-        size = sum(t.nbytes for t in (*tensors.values(), *trainer.engine.model.parameters()))
-        with new_folder(target, size) as place:
-            _save_weights(trainer.engine, place)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, place / _shard(0, 1))
-            (place / STATE).write_text(json.dumps(described) + "\n", encoding="utf-8")
-            manifest = {name: dataclasses.asdict(_content(place / name)) for name in _files(place)}
-            (place / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        self._prune()
+        size = ranks.size * sum(tensor.nbytes for tensor in tensors.values())
+        size += sum(parameter.nbytes for parameter in trainer.engine.model.parameters())
+        with contextlib.ExitStack() as stack:
+            own = stack.enter_context(new_folder(target, size)) if ranks.main else None
+            place = ranks.gather(own)[0]
+            assert place is not None  # the main rank's
+            file = place / _shard(ranks.rank, ranks.size)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+            flush(file)  # by the machine that wrote it
+            told = ranks.gather({"run": dict(run), "random": random_state()})  # so every file is there now
+            if ranks.main:
+                weights = trainer.engine.describe()["weights"]
+                header = {"format": FORMAT, "step": trainer.steps, "score": score, "weights": weights}
+                _save_weights(trainer.engine, place)
+                text = json.dumps({**header, "trainer": state, "ranks": told})
+                (place / STATE).write_text(text + "\n", encoding="utf-8")
+                manifest = {name: dataclasses.asdict(_content(place / name)) for name in _files(place)}
+                write_json(place / MANIFEST, manifest)
+        ranks.gather(None)  # it has its name
+        if ranks.main:
+            self._prune()
         return target
 
     def restore(self, trainer: Trainer) -> dict[str, Any] | None:
         """Bring trainer, engine and random generators to the newest checkpoint; -> what the run had given to it.
 
-        None without any checkpoint. Raises CheckpointError, naming the newest one, when it is damaged or of another
-        model; an older one is never taken silently.
+        None without any checkpoint. Another number of ranks than before is fine. Raises CheckpointError, naming the
+        newest one, when it is damaged or of another model; an older one is never taken silently.
         """
+        place = self._ranks.gather(self._newest() if self._ranks.main else None)[0]
+        if place is None:
+            return None
+        state = read_json(place / STATE)
+        stored = {name: tensor for file in place.glob("optimizer-*") for name, tensor in read_header(file).items()}
+        _restore_weights(trainer.engine, place)
+        if trainer.engine.describe()["weights"] != state["weights"]:
+            raise CheckpointError(f"{place} was saved with another model below its adapters; give the same model")
+        trainer.load_state_dict(state["trainer"] | {"optimizer": _Tensors(stored)})
+        told = state["ranks"]
+        if self._ranks.rank < len(told):
+            set_random_state(told[self._ranks.rank]["random"])
+        run: dict[str, Any] = told[min(self._ranks.rank, len(told) - 1)]["run"]
+        return run
+
+    def _newest(self) -> Path | None:
         places = self.all()
         if not places:
             return None
@@ -116,15 +142,7 @@ class Checkpoints:
                 else "no other one is whole, so start again without resuming, in another folder"
             )
             raise CheckpointError(f"checkpoint {place} is damaged: {found}; {remedy}")
-        state = read_json(place / STATE)
-        stored = {name: tensor for file in place.glob("optimizer-*") for name, tensor in read_header(file).items()}
-        _restore_weights(trainer.engine, place)
-        if trainer.engine.describe()["weights"] != state["weights"]:
-            raise CheckpointError(f"{place} was saved with another model below its adapters; give the same model")
-        trainer.load_state_dict(state["trainer"] | {"optimizer": _Tensors(stored)})
-        set_random_state(state["random"])
-        run: dict[str, Any] = state["run"]
-        return run
+        return place
 
     def _prune(self) -> None:
         places = self.all()
