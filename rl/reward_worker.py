@@ -74,8 +74,11 @@ def main(fd: int) -> None:
     while True:
         try:
             job = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
+        except Exception as error:  # data of a row's own class, which is not to be had here
+            connection.send(("raised", f"the problem can't be read: {type(error).__name__}: {error}"))
+            continue
         # Ends a function that never returns even when nobody is left to end it, and though it may hold the GIL.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)

@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from .failures import Failures
 from .reward_pool import Outcome, RewardPool
 from .reward_worker import score
 
-__all__ = ["REWARDS", "Reward", "Score", "Scorer", "boxed_exact", "em", "f1", "sub_em"]
+__all__ = ["REWARDS", "Reward", "Score", "Scorer", "boxed_exact", "em", "f1", "sub_em", "wait_for_any"]
 
 Reward = Callable[..., float]  # of (answer, references), and extra if it has such a parameter
 
@@ -125,18 +125,18 @@ class Scorer:
 
 
 class Score:
-    """A reward that may still be in the making."""
+    """A reward that may still be in the making. outcome: what comes of it."""
 
     def __init__(self, outcome: Future[Outcome], failures: Failures) -> None:
-        self._outcome, self._failures = outcome, failures
+        self.outcome, self._failures = outcome, failures
 
     @property
     def done(self) -> bool:
-        return self._outcome.done()
+        return self.outcome.done()
 
     def value(self) -> float:
         """The reward, waited for; a failure counts 0 and is noted, so ask once."""
-        name, given = self._outcome.result()
+        name, given = self.outcome.result()
         if name == "value":
             return float(given)
         self._failures.note(name, given)
@@ -144,7 +144,12 @@ class Score:
 
     def cancel(self) -> None:
         """Nobody asks for it any more."""
-        self._outcome.cancel()
+        self.outcome.cancel()
+
+
+def wait_for_any(scores: Sequence[Score]) -> None:
+    """Wait until one that wasn't there is done."""
+    wait([score.outcome for score in scores if not score.done], return_when=FIRST_COMPLETED)
 
 
 def _last_boxed(text: str) -> str | None:

@@ -17,7 +17,7 @@ from .agent_function import FunctionAgent
 from .config import AlgorithmConfig
 from .episodes import Agent, episodes
 from .failures import Failures
-from .rewards import Reward, Score, Scorer
+from .rewards import Reward, Score, Scorer, wait_for_any
 from .trajectory import Episode, Group, Problem, Trajectory, require_policy
 
 __all__ = ["Rollout"]
@@ -107,8 +107,10 @@ class Rollout:
             with closing(episodes(self.agent, problems, size, first_sample=first)) as arriving:
                 for task, place, episode in arriving:
                     open_groups[task].members[place] = episode, self._score(episode, problems[task])
-                    yield from self._closed(open_groups, wait=False)
-            yield from self._closed(open_groups, wait=True)
+                    yield from self._closed(open_groups)
+            while open_groups:
+                wait_for_any([score for group in open_groups.values() for score in group.scores])
+                yield from self._closed(open_groups)
         finally:
             for group in open_groups.values():
                 group.cancel()
@@ -119,9 +121,9 @@ class Rollout:
             return self.scorer.submit(episode.result, problem.answers, problem.extra)
         return 0.0 if episode.result is None else episode.result
 
-    def _closed(self, open_groups: dict[int, _OpenGroup], wait: bool) -> Iterator[Group]:
-        """Take those out that are complete, with all their scores. wait: for scores that are not there yet."""
-        for task in [task for task, group in open_groups.items() if group.complete and (wait or group.scored)]:
+    def _closed(self, open_groups: dict[int, _OpenGroup]) -> Iterator[Group]:
+        """Take those out that are complete, with all their scores."""
+        for task in [task for task, group in open_groups.items() if group.complete]:
             members = open_groups.pop(task).members
             trajectories = [self._trajectory(*members[place]) for place in range(len(members))]
             self.rolled += 1
@@ -141,17 +143,16 @@ class _OpenGroup:
     members: dict[int, tuple[Episode, Score | float]]
 
     @property
-    def complete(self) -> bool:
-        return len(self.members) == self.size
+    def scores(self) -> list[Score]:
+        return [score for _, score in self.members.values() if isinstance(score, Score)]
 
     @property
-    def scored(self) -> bool:
-        return all(score.done for _, score in self.members.values() if isinstance(score, Score))
+    def complete(self) -> bool:
+        return len(self.members) == self.size and all(score.done for score in self.scores)
 
     def cancel(self) -> None:
-        for _, score in self.members.values():
-            if isinstance(score, Score):
-                score.cancel()
+        for score in self.scores:
+            score.cancel()
 
 
 def _require_exact(agent: MemoryAgent) -> None:
