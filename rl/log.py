@@ -1,0 +1,128 @@
+"""The log of a run: one JSON object per line, on disk before the next step begins; trackers get its numbers too."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..engine.errors import TraceError
+
+__all__ = ["RunLog", "Tracker", "numbers", "read_log"]
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a line, for a display elsewhere."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """Appends lines to a file. Each has "kind" ("start", "step", "eval", "event") and "step", how many were done then.
+
+    Whatever depends on the machine or the time of day stands under "machine"; all else is the same when a run is done
+    again. events: how often each was named.
+    """
+
+    def __init__(self, path: str | Path, trackers: Iterable[Tracker] = (), *, keep_steps: int | None = None) -> None:
+        """keep_steps: go on after this step: later lines of the file are dropped. None starts a new file.
+
+        Raises TraceError for a file that is in the way, or cannot be written.
+        """
+        self.path = Path(path)
+        self._trackers = list(trackers)
+        self.events: Counter[str] = Counter()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if keep_steps is not None and self.path.exists():
+                _cut(self.path, keep_steps)
+                self.events.update(line["name"] for line in read_log(self.path) if line["kind"] == "event")
+            self._file = self.path.open("xb" if keep_steps is None else "ab", buffering=0)
+        except FileExistsError as error:
+            raise TraceError(
+                f"{self.path} exists: there is a run in this folder; go on with it (--resume), or set log.folder"
+            ) from error
+        except OSError as error:
+            raise TraceError(f"cannot write the log {self.path}: {error.strerror}") from error
+
+    def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append a line; its numbers go to the trackers, under the kind's name."""
+        line = _finite({"kind": kind, "step": step, **values})
+        self._file.write((json.dumps(line) + "\n").encode())
+        if kind != "event":
+            for tracker in self._trackers:
+                tracker.add(step, dict(numbers(values, kind)))
+
+    def event(self, name: str, message: str, step: int) -> None:
+        """Append an event and count it."""
+        self.events[name] += 1
+        self.add("event", step, {"name": name, "message": message})
+
+    def flush(self) -> None:
+        """Return when all lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a log; a last one that was cut while being written is left out.
+
+    Raises TraceError for a line that is none of a log.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise TraceError(f"{path}, line {number + 1} is not JSON ({error}); move the file away") from error
+            if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+                raise TraceError(f"{path}, line {number + 1} is no line of a run's log; move the file away")
+            yield values
+
+
+def numbers(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    """All numbers in nested mappings, by the names on the way joined with "/"; of a list the mean."""
+    for name, value in values.items():
+        where = f"{path}/{name}"
+        if isinstance(value, Mapping):
+            yield from numbers(value, where)
+        elif isinstance(value, list) and value and all(isinstance(one, (int, float)) for one in value):
+            yield where, sum(value) / len(value)
+        elif isinstance(value, (int, float)):
+            yield where, float(value)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep the lines up to a step, so that those which are written again stand there once."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("wb") as file:
+        for line in read_log(path):
+            if line["step"] <= step:
+                file.write((json.dumps(line) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: such numbers become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value

@@ -1,0 +1,145 @@
+"""Run: a whole training run, from its configuration to its last step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from ..engine.defaults import embedded_model_path
+from ..engine.engine import Engine
+from ..engine.errors import RequestError
+from ..engine.memory_agent import MemoryAgent
+from .data import FileSource, Source
+from .diagnostics import Diagnostics
+from .display import Display
+from .log import RunLog
+from .rollout import Rollout
+from .run_config import RunConfig
+from .trainer import StepReport, Trainer
+from .trajectory import Group, Problem
+
+__all__ = ["Run"]
+
+MOST_UNFIT = 100  # problems in a row that the agent has no room for
+
+
+class Run:
+    """Trains as a RunConfig says; everything that it writes is in config.log.folder.
+
+        Run(load_config("train.yaml")).train()
+
+    position: index of the source's next problem.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises PalimpsestError for whatever cannot work."""
+        self.config = config
+        self.folder = Path(config.log.folder)
+        self.position = self._step = 0
+        trainer_config = config.trainer
+        self.log = RunLog(self.folder / "log.jsonl")
+        self.display = Display(config.rollout.steps, 0, config.rollout.problems)
+        self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
+        self.trainer = Trainer(self.engine, trainer_config)
+        self.agent = MemoryAgent(self.engine, config.agent)
+        self.rollout = Rollout(self.agent, config.reward.name, config.algorithm)
+        self.source: Source = FileSource(config.data, self.engine.tokenizer, self.notice)
+
+    def train(self) -> None:
+        """Take the steps that are left."""
+        config = self.config
+        self.log.add("start", self.trainer.steps, {"config": dataclasses.asdict(config), "data": str(config.data)})
+        self.display.tell(str(config.data))
+        with closing(self.log), self.display, self._warnings_logged():
+            while self.trainer.steps < config.rollout.steps:
+                self.step()
+
+    def step(self) -> StepReport:
+        """One step, and its line in the log."""
+        started, events = time.perf_counter(), Counter(self.log.events)
+        seen, self._step = Diagnostics(), self.trainer.steps + 1
+        groups = self.rollout.groups(self._problems(), self.config.rollout.problems)
+        report = self.trainer.step(self._watched(groups, seen))
+        values = dataclasses.asdict(report)
+        del values["step"]
+        seconds = {**values.pop("seconds"), "step": time.perf_counter() - started}
+        self.log.add(
+            "step",
+            self._step,
+            {
+                **values,
+                "position": self.position,
+                "groups_rolled": self.rollout.rolled,
+                "failures": self.rollout.failures,
+                "diagnostics": seen.record(),
+                "events": dict(self.log.events - events),
+                "machine": {
+                    "seconds": seconds,
+                    "tokens_per_second": report.tokens / seconds["step"],
+                    "draft_acceptance": seen.acceptance(),
+                    "memory_mib": psutil.Process().memory_info().rss / 2**20,
+                },
+            },
+        )
+        self.log.flush()
+        what = str(report).partition(": ")[2]  # the trainer counts from 0, a run how many are done
+        self.display.step(f"step {self._step} of {self.config.rollout.steps}: {what}")
+        return report
+
+    def notice(self, name: str, message: str) -> None:
+        """Log an event of the current step."""
+        self.log.event(name, message, self._step)
+        self.display.tell(f"{name}: {message}")
+
+    def _watched(self, groups: Generator[Group, None, None], seen: Diagnostics) -> Generator[Group, None, None]:
+        with closing(groups):
+            for group in groups:
+                seen.add(group)
+                self.display.group()
+                yield group
+
+    def _problems(self) -> Iterator[Problem]:
+        """From the position on; those that the agent has no room for are left out, each with an event."""
+        unfit = 0
+        while True:
+            problem = self.source.problem(self.position)
+            self.position += 1
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the reading will say so
+                    self.agent.chunk_size(len(self.engine.tokenizer.encode(problem.question)))
+            except RequestError as error:
+                self.notice("no room for a problem", f"problem {problem.id} is left out: {error}")
+                unfit += 1
+                if unfit == MOST_UNFIT:
+                    raise
+                continue
+            unfit = 0
+            yield problem
+
+    @contextmanager
+    def _warnings_logged(self) -> Iterator[None]:
+        """Inside the block a warning is an event, each time anew, so that a run done again logs it in the same step."""
+
+        def log(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            self.notice("warning", str(message))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = log
+            yield

@@ -1,0 +1,88 @@
+"""Run: from a YAML file to trained weights and a log, through the command line too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from palimpsest.cli import main
+from palimpsest.rl.log import read_log
+from palimpsest.rl.run import Run
+from palimpsest.rl.run_config import load_config
+from palimpsest.tests.tiny_models import make_model_folder
+
+
+def write_data(path: Path, documents: int, question: str = "How many lamps at pier {}?") -> None:
+    with path.open("w") as file:
+        for i in range(documents):
+            values: dict[str, Any] = {
+                "prompt": [{"role": "user", "content": question.format(i)}],
+                "context": "The keeper counted the lamps. " * (2 + 4 * i),
+                "reward_model": {"ground_truth": [str(i)]},
+                "extra_info": {"index": i},
+            }
+            file.write(json.dumps(values) + "\n")
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    model = make_model_folder(folder / "model", "llama")
+    write_data(folder / "train.jsonl", 6)
+    values = {
+        "model": {"path": str(model), "engine": {"kv_bytes": 1 << 22, "max_context": 1024, "threads": 1}},
+        "data": {"path": str(folder / "train.jsonl"), "shuffle": True},
+        "reward": {"name": "f1"},
+        "agent": {"chunk_tokens": 60, "memory_tokens": 8, "answer_tokens": 6, "template": "chunk_first"},
+        "algorithm": {"group_size": 3, "kl": 0, "overlong_memory": 0.9},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
+        "rollout": {"steps": 4, "problems": 2},
+        "parallel": {"train_tokens": 2048},
+    }
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def same(lines: Any) -> list[dict[str, Any]]:
+    """What must be equal when a run is done again."""
+    return [
+        {key: value for key, value in line.items() if key != "machine"} for line in lines if line["kind"] != "start"
+    ]
+
+
+def test_a_run_through_the_command_line(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config_file), "--set", f"log.folder={tmp_path / 'a'}"]) == 0
+    start, *steps = read_log(tmp_path / "a" / "log.jsonl")
+    assert start["kind"] == "start" and start["config"]["rollout"]["steps"] == 4
+    assert [line["step"] for line in steps] == [1, 2, 3, 4] and [line["position"] for line in steps] == [2, 4, 6, 8]
+    assert steps[0]["first"]["largest_difference"] == 0 and steps[0]["groups"] == 2
+    assert len(steps[0]["diagnostics"]["memory_tokens"]) > 1 and steps[0]["machine"]["seconds"]["step"] > 0
+    shown = capsys.readouterr().err
+    assert "read whole" in shown and "step 4 of 4" in shown
+    assert main(["train", str(config_file), "--set", f"log.folder={tmp_path / 'a'}"]) == 2
+    assert "there is a run in this folder" in capsys.readouterr().err
+    run = Run(load_config(config_file, [f"log.folder={tmp_path / 'b'}"]))
+    run.train()
+    assert same(read_log(run.log.path)) == same(steps)
+
+
+def test_problems_without_room_and_warnings_are_events(config_file: Path, tmp_path: Path) -> None:
+    write_data(tmp_path / "data.jsonl", 2)
+    with (tmp_path / "data.jsonl").open("a") as file:
+        write_data(tmp_path / "long.jsonl", 1, "How many lamps? " * 400)
+        file.write((tmp_path / "long.jsonl").read_text().replace('"index": 0', '"index": 9'))
+    settings = (f"log.folder={tmp_path / 'run'}", f"data.path={tmp_path / 'data.jsonl'}", "data.shuffle=false")
+    changes = [*settings, "rollout.steps=2", "agent.chunk_tokens=2000", "algorithm.overlong_memory=0"]
+    run = Run(load_config(config_file, changes))
+    run.train()
+    lines = list(read_log(run.log.path))
+    events = [(line["name"], line["step"]) for line in lines if line["kind"] == "event"]
+    assert events.count(("no room for a problem", 2)) == 1 and ("warning", 1) in events
+    assert "problem 9 is left out" in next(
+        line["message"] for line in lines if line.get("name") == "no room for a problem"
+    )
+    assert lines[-1]["events"]["no room for a problem"] == 1 and lines[-1]["position"] == 5
