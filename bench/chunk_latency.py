@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from ..engine.config import AgentConfig, SamplingParams
 from ..engine.errors import ConfigError
 from . import options
+from .carrying import price
 from .clock import Sample
 from .costs import Cost, prefill_cost
 from .endurance import endurance
@@ -22,12 +24,14 @@ from .peers import Peer
 from .readings import ForcedReading
 from .report import Report, Target, describe_machine, row
 from .rounds import Entry, Measured, alternate, best, ratio
+from .sections import Part, Section, Stage, compare, run_sections
 from .turns import HEAD, SEPARATOR, TAIL, Turns
 from .workload import Workload
 
 __all__ = ["main", "run"]
 
-Part = tuple[list[dict[str, Any]], list[Target]]
+# By the name of a row, as --works takes it: the words of the table, and what to time.
+Ways = dict[str, tuple[str, Callable[[], Sample]]]
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,32 @@ class Work:
     chunk: int
     rights: tuple[int, ...] = (100, 0)
 
+    @property
+    def name(self) -> str:
+        return f"{self.memory}.{self.chunk}"
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Rows of its turns but the one that begins unknowing."""
+        return ("off", "one_pass", *map(str, self.rights))
+
 
 WORKS = (Work(256, 1000, (100, 95, 80, 50, 0)), Work(256, 5000), Work(1024, 1000), Work(1024, 5000))
 QUICK = Work(32, 128)
 OPEN = Work(256, 1000)
 FIRST_TOKEN_WORK = Work(1024, 5000)
-READINGS = {  # name -> percent right, drafts, open prompts
-    "reading, off": (0, False, True),
-    "reading, 100 % right": (100, True, True),
-    "reading, 80 % right": (80, True, True),
-    "reading, 80 % right, closed": (80, True, False),
+READINGS = {  # row -> words, percent right, drafts, open prompts
+    "off": ("reading, off", 0, False, True),
+    "100": ("reading, 100 % right", 100, True, True),
+    "80": ("reading, 80 % right", 80, True, True),
+    "80_closed": ("reading, 80 % right, closed", 80, True, False),
+}
+CARRY = Work(256, 1000)
+CARRY_CHUNKS = 3
+CARRIES = {  # row -> template, memory's KV
+    f"{template}_{memory_kv}": (template, memory_kv)
+    for template in ("memory_first", "chunk_first")
+    for memory_kv in ("exact", "carried")
 }
 GROUP, GROUP_MEMORY, GROUP_CHUNK, GROUP_RIGHT = 16, 128, 1000, 80
 WORKLOAD = {"chunks": 4, "chunk": 1000, "memory": 256, "answer": 64}
@@ -81,134 +101,169 @@ def run(chosen: Options) -> Report:
         drafts=True,
     )
     probe = Probe()
-    parts = [section.run() for section in chosen.choose(_sections(ours, chosen, works, opened, probe))]
-    rows = [line for found, _ in parts for line in found]
-    targets = [target for _, found in parts for target in found]
+    rows, targets = run_sections(_sections(Stage(ours, chosen.rounds, probe), chosen, works, opened), chosen)
     return Report("chunk_latency", describe_machine(probe.isa, probe.best), rows, targets)
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A part of the report, by the head of its targets' names."""
-
-    full_name: str
-    run: Callable[[], Part]
-
-
-def _sections(ours: Ours, chosen: Options, works: Sequence[Work], opened: Work, probe: Probe) -> list[_Section]:
-    rounds = chosen.rounds
-    sections = [
-        _Section(f"turn{work.memory}.{work.chunk}", partial(_turns, ours, work, rounds, probe)) for work in works
-    ]
-    sections.append(_Section(f"read{opened.memory}.{opened.chunk}", partial(_readings, ours, opened, rounds, probe)))
+def _sections(stage: Stage, chosen: Options, works: Sequence[Work], opened: Work) -> list[Section]:
+    turns = [Section(f"turn{work.name}", (*work.ways, "first_0"), partial(_turns, stage, work)) for work in works]
+    read = Section(f"read{opened.name}", (*READINGS, "one_pass"), partial(_readings, stage, opened))
     if chosen.quick:
-        return sections
+        return [*turns, read]
 
-    def workload() -> Part:
+    def workload(_: object) -> Part:
         with chosen.start_peers() as peers:
-            return _workload(ours, peers, rounds, probe)
+            return _workload(stage, peers)
 
     first = FIRST_TOKEN_WORK
     return [
-        *sections,
-        _Section(f"first{first.memory}.{first.chunk}", partial(_first_token, ours, first, rounds, probe)),
-        _Section(f"group{GROUP}.{GROUP_CHUNK}", partial(_group, ours, rounds, probe)),
-        _Section(f"endurance.{TURNS}", partial(_endurance, ours, chosen.threads)),
-        _Section(f"workload.{WORKLOAD['chunk']}", workload),
+        *turns,
+        read,
+        Section(f"first{first.name}", ("closed", "open"), partial(_first_token, stage, first)),
+        Section(f"group{GROUP}.{GROUP_CHUNK}", ("chunk_first", "memory_first"), partial(_group, stage)),
+        Section(f"carry{CARRY.name}", tuple(CARRIES), partial(_carried, stage, CARRY)),
+        Section(f"endurance.{TURNS}", (), lambda _: _endurance(stage.ours, chosen.threads)),
+        Section(f"workload.{WORKLOAD['chunk']}", (), workload),
     ]
 
 
-def _turns(ours: Ours, work: Work, rounds: int, probe: Probe) -> Part:
+def _turns(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
     """Drafts alone: prompts are closed, and of each only the head is resident."""
-    turns = Turns(ours.engine, work.memory, work.chunk)
-    ways: dict[str, Callable[[], Sample]] = {
-        "drafts off": turns.plain,
-        "one pass": turns.one_pass,
-        **{f"drafts, {right} % right": partial(turns.drafted, right) for right in work.rights},
-        "drafts, first 0 % right": turns.surprised,
+    turns = Turns(stage.ours.engine, work.memory, work.chunk)
+    ways: Ways = {
+        "off": ("drafts off", turns.plain),
+        "one_pass": ("one pass", turns.one_pass),
+        **{str(right): (f"drafts, {right} % right", partial(turns.drafted, right)) for right in work.rights},
+        "first_0": ("drafts, first 0 % right", turns.surprised),
     }
-    found = _alternate(ours, f"turn{work.memory}", work.chunk, turns.computed, ways, rounds, probe)
-    off, prefix = found["drafts off"], f"turn{work.memory}.{work.chunk}.float32"
+    found = stage.alternate(f"turn{work.memory}", work.chunk, turns.computed, ways, wanted)
+    prefix = f"turn{work.name}.float32"
     targets = [
-        Target(f"{prefix}.one_pass_over_100", ratio(found["drafts, 100 % right"], found["one pass"]), ONE_PASS),
-        Target(f"{prefix}.off_over_first_0", ratio(found["drafts, first 0 % right"], off), SURPRISED),
-        Target(f"{prefix}.off_over_later_0", ratio(found["drafts, 0 % right"], off), SETTLED),
+        *compare(f"{prefix}.one_pass_over_100", found, "100", "one_pass", ONE_PASS),
+        *compare(f"{prefix}.off_over_first_0", found, "first_0", "off", SURPRISED),
+        *compare(f"{prefix}.off_over_later_0", found, "0", "off", SETTLED),
     ]
     return [row(one) for one in found.values()], targets
 
 
-def _readings(ours: Ours, work: Work, rounds: int, probe: Probe) -> Part:
+def _readings(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
     """Drafts and open prompts as MemoryAgent uses them, against drafts off and what the rates allow at best."""
+    engine = stage.ours.engine
     readings = {
         name: ForcedReading(
-            ours.engine, memory=work.memory, chunk=work.chunk, right=right, drafts=drafts, open_prompt=is_open,
+            engine, memory=work.memory, chunk=work.chunk, right=right, drafts=drafts, open_prompt=is_open,
             seed=1_000_000 * number,
         )
-        for number, (name, (right, drafts, is_open)) in enumerate(READINGS.items(), start=1)
+        for number, (name, (_, right, drafts, is_open)) in enumerate(READINGS.items(), start=1)
+        if name in wanted
     }  # fmt: skip
-    for reading in readings.values():  # the turn that writes the memory, and two in which drafts settle
-        for _ in range(3):
-            reading.turn()
-    turns = Turns(ours.engine, work.memory, work.chunk)
-    after = next(iter(readings.values())).after_memory
-    ways = {name: reading.turn for name, reading in readings.items()} | {"one pass": turns.one_pass}
-    found = _alternate(ours, f"read{work.memory}", work.chunk, after + work.memory, ways, rounds, probe)
-    prefix = f"read{work.memory}.{work.chunk}.float32"
+    turns = Turns(engine, work.memory, work.chunk)
+    ways: Ways = {name: (READINGS[name][0], reading.turn) for name, reading in readings.items()}
+    with _settled(readings.values()):
+        found = stage.alternate(
+            f"read{work.memory}", work.chunk, turns.computed, {**ways, "one_pass": ("one pass", turns.one_pass)}, wanted
+        )
+    after = next((reading.after_memory for reading in readings.values()), 0)
+    prefix = f"read{work.name}.float32"
     targets = []
     for right, least in CEILING.items():
-        ideal = _ideal(found, after, work.memory, turns.computed, right)
-        off, drafted = found["reading, off"].seconds, found[f"reading, {right} % right"].seconds
-        print(f"{prefix}, {right} % right: {off / drafted:.2f}x of drafts off, at best {off / ideal:.2f}x")
-        targets.append(Target(f"{prefix}.share_of_ceiling_{right}", ideal / drafted, least))
-    last = readings["reading, off"].last
+        if {"off", "one_pass", str(right)} <= found.keys():
+            ideal = _ideal(found, after, work.memory, turns.computed, right)
+            off, drafted = found["off"].seconds, found[str(right)].seconds
+            print(f"{prefix}, {right} % right: {off / drafted:.2f}x of drafts off, at best {off / ideal:.2f}x")
+            targets.append(Target(f"{prefix}.share_of_ceiling_{right}", ideal / drafted, least))
+    last = readings["off"].last if "off" in readings else None
     if last is not None:
         behind = after / (last.prefilled_tokens - last.prefilled_ahead)
         targets.append(Target(f"{prefix}.needed_over_prefilled", behind, 1.0))
-    for reading in readings.values():
-        reading.close()
     return [row(one) for one in found.values()], targets
 
 
-def _ideal(found: dict[str, Measured], after: int, memory: int, pass_tokens: int, right: int) -> float:
+@contextmanager
+def _settled(readings: Collection[ForcedReading]) -> Iterator[None]:
+    """Readings after the turn that writes the memory and two in which drafts settle; ended on leaving."""
+    try:
+        for reading in readings:
+            for _ in range(3):
+                reading.turn()
+        yield
+    finally:
+        for reading in readings:
+            reading.close()
+
+
+def _ideal(found: Mapping[str, Measured], after: int, memory: int, pass_tokens: int, right: int) -> float:
     """Seconds of a turn at the rates of this run: prefill with the first run of the draft in it, then a step for each
     token that is wrong. All drafted rows of these steps are taken to be free.
     """
-    token = found["one pass"].seconds / pass_tokens
-    step = (found["reading, off"].seconds - after * token) / memory
+    token = found["one_pass"].seconds / pass_tokens
+    step = (found["off"].seconds - after * token) / memory
     if right == 100:
         return (after + memory) * token
     wrong = round(memory * (100 - right) / 100)
     return (after + memory // wrong - 1) * token + wrong * step
 
 
-def _first_token(ours: Ours, work: Work, rounds: int, probe: Probe) -> Part:
+def _first_token(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
     """What is gained when the memory is resident before its turn begins."""
-    turns = Turns(ours.engine, work.memory, work.chunk)
-    ways = {
-        "to first token, closed": partial(turns.to_first_token, is_open=False),
-        "to first token, open": partial(turns.to_first_token, is_open=True),
+    turns = Turns(stage.ours.engine, work.memory, work.chunk)
+    ways: Ways = {
+        name: (f"to first token, {name}", partial(turns.to_first_token, is_open=name == "open"))
+        for name in ("closed", "open")
     }
     tokens = work.memory + SEPARATOR + work.chunk + TAIL
-    found = _alternate(ours, f"first{work.memory}", work.chunk, tokens, ways, rounds, probe)
+    found = stage.alternate(f"first{work.memory}", work.chunk, tokens, ways, wanted)
     whole, closed, opened = (
-        prefill_cost(ours.model_config, length).flops for length in (HEAD + tokens, HEAD, HEAD + work.memory)
+        prefill_cost(stage.ours.model_config, length).flops for length in (HEAD + tokens, HEAD, HEAD + work.memory)
     )
-    prefix = f"first{work.memory}.{work.chunk}.float32"
+    prefix = f"first{work.name}.float32"
     print(f"{prefix}: by arithmetic alone {(whole - closed) / (whole - opened):.3f}x")
-    faster = ratio(found["to first token, open"], found["to first token, closed"])
-    return [row(one) for one in found.values()], [Target(f"{prefix}.closed_over_open", faster, FIRST_TOKEN)]
-
-
-def _group(ours: Ours, rounds: int, probe: Probe) -> Part:
-    group = Group(ours.engine, size=GROUP, memory=GROUP_MEMORY, chunk=GROUP_CHUNK, right=GROUP_RIGHT)
-    ways = {name: partial(group.turn, name) for name in ("chunk_first", "memory_first")}
-    work = f"group{GROUP}"
-    found = _alternate(ours, work, GROUP_CHUNK, group.computed, ways, rounds, probe)
-    speed = ratio(found["chunk_first"], found["memory_first"])
-    less = group.kv_bytes["memory_first"] / group.kv_bytes["chunk_first"]
-    prefix = f"{work}.{GROUP_CHUNK}.float32"
-    targets = [Target(f"{prefix}.speed", speed, GROUP_SPEED), Target(f"{prefix}.kv_bytes", less, GROUP_BYTES)]
+    targets = compare(f"{prefix}.closed_over_open", found, "open", "closed", FIRST_TOKEN)
     return [row(one) for one in found.values()], targets
+
+
+def _group(stage: Stage, wanted: Collection[str]) -> Part:
+    group = Group(stage.ours.engine, size=GROUP, memory=GROUP_MEMORY, chunk=GROUP_CHUNK, right=GROUP_RIGHT)
+    ways: Ways = {name: (name, partial(group.turn, name)) for name in ("chunk_first", "memory_first")}
+    work = f"group{GROUP}"
+    found = stage.alternate(work, GROUP_CHUNK, group.computed, ways, wanted)
+    prefix = f"{work}.{GROUP_CHUNK}.float32"
+    targets = compare(f"{prefix}.speed", found, "chunk_first", "memory_first", GROUP_SPEED)
+    if len(found) == 2:
+        less = group.kv_bytes["memory_first"] / group.kv_bytes["chunk_first"]
+        targets.append(Target(f"{prefix}.kv_bytes", less, GROUP_BYTES))
+    return [row(one) for one in found.values()], targets
+
+
+def _carried(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
+    """Turns with an unchanged memory whose KV is computed or carried on, and what the latter costs in quality."""
+    engine = stage.ours.engine
+    readings = {
+        name: ForcedReading(
+            engine, memory=work.memory, chunk=work.chunk, right=100, drafts=True, open_prompt=True,
+            seed=1_000_000 * number, template=template, memory_kv=memory_kv,
+        )
+        for number, (name, (template, memory_kv)) in enumerate(CARRIES.items(), start=1)
+        if name in wanted
+    }  # fmt: skip
+    ways: Ways = {name: (name.replace("_", " "), reading.turn) for name, reading in readings.items()}
+    with _settled(readings.values()):
+        tokens = 2 * work.memory + SEPARATOR + work.chunk + TAIL
+        found = stage.alternate(f"carry{work.memory}", work.chunk, tokens, ways, wanted)
+    rows = []
+    for name, one in found.items():
+        template, memory_kv = CARRIES[name]
+        rows.append(row(one))
+        if memory_kv == "carried":
+            config = AgentConfig(
+                work.chunk, work.memory, WORKLOAD["answer"], template, sampling=SamplingParams(temperature=0)
+            )
+            paid = price(engine, config, CARRY_CHUNKS)
+            rows[-1] |= {"divergence": paid.divergence, "agreement": paid.agreement}
+            exact = found.get(f"{template}_exact")
+            gain = "" if exact is None else f"{ratio(one, exact):.2f}x of exact, "
+            print(f"carry{work.name}.float32, {template}: {gain}{paid}")
+    return rows, []
 
 
 def _endurance(ours: Ours, threads: int) -> Part:
@@ -221,10 +276,10 @@ def _endurance(ours: Ours, threads: int) -> Part:
     ]
 
 
-def _workload(ours: Ours, peers: Sequence[Peer], rounds: int, probe: Probe) -> Part:
-    workload = Workload(ours.engine, **WORKLOAD)
+def _workload(stage: Stage, peers: Sequence[Peer]) -> Part:
+    workload = Workload(stage.ours.engine, **WORKLOAD)
     tokens = workload.chunks * workload.chunk
-    each = prefill_cost(ours.model_config, HEAD + workload.chunk + 2 * WORKLOAD["memory"])
+    each = prefill_cost(stage.ours.model_config, HEAD + workload.chunk + 2 * WORKLOAD["memory"])
     cost = Cost(each.flops * workload.chunks, each.bytes * workload.chunks)
 
     def entry(engine: str, run: Callable[[int], Sample]) -> Entry:
@@ -233,7 +288,7 @@ def _workload(ours: Ours, peers: Sequence[Peer], rounds: int, probe: Probe) -> P
     able = [peer for peer in peers if peer.spec.dtype == "float32"]
     entries = [entry("palimpsest, kv float32", workload.ours)]
     entries += [entry(peer.spec.label, lambda _, peer=peer: workload.theirs(peer)) for peer in able]  # type: ignore[misc]
-    mine, *others = alternate(entries, rounds, probe)
+    mine, *others = alternate(entries, stage.rounds, stage.probe)
     print(f"workload: {workload.wrote}")
     for label, one in workload.differences().items():
         print(f"{label} differs first in turn {one.turn}, token {one.place}; our two likeliest lie {one.gap:.2g} apart")
@@ -242,24 +297,6 @@ def _workload(ours: Ours, peers: Sequence[Peer], rounds: int, probe: Probe) -> P
     return [row(one) for one in (mine, *others)], [
         Target(f"workload.{workload.chunk}.float32.vs_best_peer", gain, PEER_GAIN)
     ]
-
-
-def _alternate(
-    ours: Ours,
-    work: str,
-    context: int,
-    tokens: int,
-    ways: Mapping[str, Callable[[], Sample]],
-    rounds: int,
-    probe: Probe,
-) -> dict[str, Measured]:
-    """By name. The limit of each is one pass over the `tokens` that no way can do without, behind the head."""
-    cost = prefill_cost(ours.model_config, tokens)
-    entries = [
-        Entry(name, work, "float32", context, 1, tokens, cost, lambda _, way=way: way())  # type: ignore[misc]
-        for name, way in ways.items()
-    ]
-    return {one.entry.engine: one for one in alternate(entries, rounds, probe)}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Everything is computed as ever; only the id that comes out of the sampler is ano
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -22,13 +22,19 @@ __all__ = ["Script", "forced", "spoilt"]
 
 # By sample and turn: the ids of the response, the ending one included.
 Script = Mapping[tuple[int, int], "array[int]"]
+Listener = Callable[[Tensor, list[SampleRow]], object]
 
 
 @contextmanager
-def forced(script: Script) -> Iterator[None]:
-    """While this lasts, sequences of the script's samples and turns draw the script's ids."""
+def forced(script: Script, listen: Listener | None = None) -> Iterator[None]:
+    """While this lasts, sequences of the script's samples and turns draw the script's ids.
+
+    listen: gets the logits [R, vocabulary] of all rows, those behind a draft's wrong token too.
+    """
 
     def say(logits: Tensor, rows: list[SampleRow], ops: Ops) -> list[Sampled]:
+        if listen is not None:
+            listen(logits, rows)
         return [_said(one, row, script) for one, row in zip(sample(logits, rows, ops), rows, strict=True)]
 
     with mock.patch.object(runner, "sample", say):

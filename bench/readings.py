@@ -24,16 +24,29 @@ PIECE = 2000  # tokens of the document that are made at once
 class ForcedReading:
     """A reading of an endless document whose memory has `memory` tokens, of which each turn keeps `right` percent.
 
-    drafts, open_prompt: as in EngineConfig, for this reading's turns. last: the turn that `turn` has timed.
+    drafts, open_prompt: as in EngineConfig, for this reading's turns. template, memory_kv: as in AgentConfig.
+    last: the turn that `turn` has timed.
     """
 
     def __init__(
-        self, engine: Engine, *, memory: int, chunk: int, right: int, drafts: bool, open_prompt: bool, seed: int
+        self,
+        engine: Engine,
+        *,
+        memory: int,
+        chunk: int,
+        right: int,
+        drafts: bool,
+        open_prompt: bool,
+        seed: int,
+        template: str = "memory_first",
+        memory_kv: str = "exact",
     ) -> None:
         config = AgentConfig(
             chunk_tokens=chunk,
             memory_tokens=memory + 1,  # and the id that ends it
             answer_tokens=1,
+            template=template,
+            memory_kv=memory_kv,
             sampling=SamplingParams(temperature=0),
             keep_turns=False,
         )

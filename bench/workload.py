@@ -14,10 +14,20 @@ from ..engine.reading import Turn
 from .clock import Sample, timed
 from .peers import Peer
 
-__all__ = ["Difference", "Workload"]
+__all__ = ["QUESTION", "Difference", "Workload", "document"]
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "examples" / "demo" / "harbour.txt"
 QUESTION = "Which things happened in the harbour, and when?"
+
+
+def document(engine: Engine, number: int, size: int) -> str:
+    """Part `number` of the demo's document, of `size` tokens. Raises ConfigError when the document is missing."""
+    try:
+        ids = engine.tokenizer.encode(DOCUMENT.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the demo's document cannot be read ({error}); run from a checkout") from error
+    start = number * size // 3 % max(len(ids) - size, 1)
+    return engine.tokenizer.decode(ids[start : start + size])
 
 
 @dataclass(frozen=True)
@@ -40,27 +50,20 @@ class Workload:
     """
 
     def __init__(self, engine: Engine, *, chunks: int, chunk: int, memory: int, answer: int) -> None:
-        """Raises ConfigError when the document is missing."""
         self.engine, self.chunks, self.chunk = engine, chunks, chunk
         config = AgentConfig(
             chunk_tokens=chunk, memory_tokens=memory, answer_tokens=answer, sampling=SamplingParams(temperature=0)
         )
         self._agent = MemoryAgent(engine, config)
-        try:
-            self._ids = engine.tokenizer.encode(DOCUMENT.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"the demo's document cannot be read ({error}); run from a checkout") from error
         self._differences: dict[str, tuple[array[int], int, int]] = {}
         self.turns: list[Turn] = []
 
     def ours(self, number: int) -> Sample:
         """Our reading of round `number`."""
-        size = self.chunks * self.chunk
-        start = number * size // 3 % max(len(self._ids) - size, 1)
-        document = self.engine.tokenizer.decode(self._ids[start : start + size])
+        text = document(self.engine, number, self.chunks * self.chunk)
 
         def run() -> None:
-            self.turns = self._agent.read(document, QUESTION).turns
+            self.turns = self._agent.read(text, QUESTION).turns
 
         return timed(run)
 

@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 from palimpsest.bench import chunk_latency, limits
+from palimpsest.bench.carrying import price
 from palimpsest.bench.chunk_latency import Work
 from palimpsest.bench.endurance import endurance
 from palimpsest.bench.forced import forced, spoilt
@@ -12,7 +13,8 @@ from palimpsest.bench.ours import VARIANTS, Ours, tokens
 from palimpsest.bench.readings import ForcedReading
 from palimpsest.bench.turns import Turns
 from palimpsest.cli import main
-from palimpsest.engine.config import SamplingParams
+from palimpsest.engine import carried
+from palimpsest.engine.config import AgentConfig, SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,7 @@ def ours(tiny_model):
 def test_every_part_as_a_user_runs_it(tiny_model, peers_folder, capsys, monkeypatch):
     for name, small in {
         "WORKS": (Work(20, 60, (100, 80, 0)),), "OPEN": Work(20, 60), "FIRST_TOKEN_WORK": Work(20, 60), "TURNS": 3,
+        "CARRY": Work(20, 60),
         "GROUP": 3, "GROUP_MEMORY": 8, "GROUP_CHUNK": 40,
         "WORKLOAD": {"chunks": 2, "chunk": 50, "memory": 10, "answer": 4},
     }.items():  # fmt: skip
@@ -39,7 +42,12 @@ def test_every_part_as_a_user_runs_it(tiny_model, peers_folder, capsys, monkeypa
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     works = [one["work"] for one in found["rows"]]
-    assert works == [*["turn20"] * 6, *["read20"] * 5, *["first20"] * 2, *["group3"] * 2, *["workload"] * 2]
+    assert works == [
+        *["turn20"] * 6, *["read20"] * 5, *["first20"] * 2, *["group3"] * 2, *["carry20"] * 4, *["workload"] * 2
+    ]  # fmt: skip
+    assert [one["engine"] for one in found["rows"] if one.get("divergence", 0) > 0] == [
+        "memory first carried", "chunk first carried"
+    ]  # fmt: skip
     targets = {target["name"]: target["value"] for target in found["targets"]}
     assert targets["read20.60.float32.needed_over_prefilled"] == 1.0
     assert targets["group3.40.float32.kv_bytes"] > 1.5
@@ -54,10 +62,23 @@ def test_quick_is_a_part_of_it(tiny_model, capsys):
     assert {one["work"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]} == {"turn32", "read32"}
 
 
-def test_works_choose_its_sections(tiny_model, capsys):
-    chosen = ["--works", "turn32.128", "--quick", "--rounds", "1", "--threads", "1", "--model", tiny_model]
-    assert chunk_latency.main(chosen) == 0
-    assert {one["work"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]} == {"turn32"}
+@pytest.mark.parametrize(
+    ("works", "rows", "targets"),
+    [
+        ("turn32.128", 5, 3),
+        ("turn32.128.100,turn32.128.one_pass", 2, 1),
+        ("turn32.128.first_0", 1, 0),
+        ("read32.128.80_closed,read32.128.100", 2, 0),
+    ],
+)
+def test_works_choose_sections_and_rows(tiny_model, capsys, works, rows, targets):
+    options = ["--quick", "--rounds", "1", "--threads", "1", "--model", tiny_model]
+    assert chunk_latency.main(["--works", works, *options]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (len(found["rows"]), len(found["targets"])) == (rows, targets)
+    assert {one["work"] for one in found["rows"]} == {works.split(".")[0]}
+    assert chunk_latency.main(["--works", "turn32.128.99", *options]) == 2
+    assert "there are turn32.128.off, turn32.128.one_pass, turn32.128.100" in capsys.readouterr().err
 
 
 def test_a_forced_response_says_what_the_script_says(ours):
@@ -120,3 +141,14 @@ def test_endurance_compares_the_first_turns_with_the_last(ours, monkeypatch):
     found = endurance(ours.engine, 5, 1)
     assert 0 < found.first_seconds < 60
     assert found.last_bytes >= found.first_bytes * 0.5 > 0
+
+
+def test_what_is_not_moved_costs_nothing(ours, monkeypatch):
+    config = AgentConfig(60, 40, 4, sampling=SamplingParams(temperature=0))
+    paid = price(ours.engine, config, 3)
+    assert 0 < paid.divergence < 1
+    assert 0 < paid.agreement <= 1
+    monkeypatch.setattr(carried, "RECOMPUTED", 1000)  # so that every memory is computed
+    monkeypatch.setattr("palimpsest.engine.residents.RECOMPUTED", 1000)
+    free = price(ours.engine, config, 3)
+    assert (free.divergence, free.agreement, free.tokens) == (0.0, 1.0, paid.tokens)
