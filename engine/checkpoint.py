@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from .errors import CheckpointError, ConfigError
 from .json_fields import parse_object
 from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
+from .parallel import TensorParallel
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
 __all__ = [
@@ -59,6 +61,7 @@ class Checkpoint:
     parameters: Hugging Face name -> tensor, each in writable storage of its own; exactly `parameter_shapes(config)`,
     but for the weights of linear layers that are in `packed` instead (a tied embedding is in both).
     folder: the Hugging Face folder that holds the tokenizer's files. source: the path as it was given.
+    parallel: where the parameters are this rank's part of those of `config`.
     """
 
     config: ModelConfig
@@ -66,15 +69,19 @@ class Checkpoint:
     packed: dict[str, PackedWeight]
     folder: Path
     source: Path
+    parallel: TensorParallel | None = None
 
 
-def load(path: str | Path, dtype: torch.dtype, weights: str = "native") -> Checkpoint:
+def load(
+    path: str | Path, dtype: torch.dtype, weights: str = "native", group: dist.ProcessGroup | None = None
+) -> Checkpoint:
     """Load a Hugging Face folder, or a .gguf file through its converted folder, with parameters of `dtype`.
 
     weights: how linear layers keep theirs, see EngineConfig. At most one tensor is held twice, and none when the file's
     type is `dtype`; one that is packed is let go before the next is read.
+    group: split the model over these ranks, in native weights; each keeps its part of a tensor before it reads the next.
     Raises CheckpointError, naming the file or tensor, for anything missing, superfluous, mis-shaped or damaged, and
-    ConfigError for weights="file" of a folder.
+    ConfigError for weights="file" of a folder, and for what cannot be split.
     """
     from .quant import packed_kind, quantise_weight  # here, since it imports this module
 
@@ -88,6 +95,7 @@ def load(path: str | Path, dtype: torch.dtype, weights: str = "native") -> Check
     else:
         raise CheckpointError(f"{source} does not exist; give a Hugging Face model folder or a .gguf file")
     config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    parallel = None if group is None else TensorParallel(group, config)
     stored = find_tensors(folder)
     shapes = parameter_shapes(config)
     _check_names(folder, config, stored, shapes)
@@ -97,6 +105,8 @@ def load(path: str | Path, dtype: torch.dtype, weights: str = "native") -> Check
         if name in packed and name != EMBEDDING:
             continue
         tensor = _read(stored[name], shape, dtype)
+        if parallel is not None:
+            tensor = parallel.cut(name, tensor)
         kind = packed_kind(name, config, weights)
         if kind is not None:
             packed[name] = quantise_weight(tensor, kind)
@@ -104,7 +114,7 @@ def load(path: str | Path, dtype: torch.dtype, weights: str = "native") -> Check
             parameters[name] = tensor
     if config.tie_embeddings and HEAD in stored:
         _check_tied(stored[HEAD], parameters[EMBEDDING])
-    return Checkpoint(config, parameters, packed, folder, source)
+    return Checkpoint(config, parameters, packed, folder, source, parallel)
 
 
 def _packed_weights(source: Path, config: ModelConfig) -> dict[str, PackedWeight]:

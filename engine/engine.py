@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import checkpoint
 from .acceptance import Acceptance, StepCost
@@ -50,23 +51,42 @@ class Engine:
     files.
     """
 
-    def __init__(self, model_path: str | Path, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Load a Hugging Face folder or a GGUF file, and quantise it as `config.weights` says.
 
-        Raises CheckpointError for files that cannot be run, ConfigError for a configuration that this model or
-        machine cannot meet.
+        process_group: split the model over these ranks (tensor parallel). Each of them makes such an engine and then
+        makes the same calls in the same order, see parallel.py; all get the same results.
+        Raises CheckpointError for files that cannot be run, ConfigError for a configuration that this model, machine or
+        group cannot meet.
         """
         self.config = config = EngineConfig() if config is None else config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         dtype = getattr(torch, config.dtype)
         kv_dtype = _kv_dtype(config)
-        loaded = checkpoint.load(model_path, dtype, config.weights)
+        if process_group is not None and dist.get_world_size(process_group) == 1:
+            process_group = None
+        if process_group is not None and config.weights != "native":
+            raise ConfigError(
+                f"weights={config.weights!r} cannot be split over {dist.get_world_size(process_group)} ranks; use "
+                "weights='native', or one rank"
+            )
+        loaded = checkpoint.load(model_path, dtype, config.weights, process_group)
         model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
         self.model_path, self.tokenizer_folder = loaded.source, loaded.folder
         self.tokenizer = Tokenizer.load(loaded.folder)
         self.tokenizer.check_ids(model.vocab_size)
         self.window = _window(config, model)
+        self.parallel = parallel = loaded.parallel
+        if parallel is not None:
+            parallel.agree("configuration", repr((config, model)).encode())
+            model = parallel.shards.local(model)
         ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window, loaded.packed)
         self.model.requires_grad_(False)
@@ -77,6 +97,9 @@ class Engine:
         replace_weights(self.model, loaded.packed)
         self.model.to(ops.device)
         num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window, ops.device)
+        if parallel is not None:
+            parallel.apply(self.model)
+            num_pages = parallel.least(num_pages)
         eos_ids = self.tokenizer.eos_ids
         self.weights_version = 0
         self.runner = Runner(
@@ -149,6 +172,7 @@ class Engine:
         sequence = Sequence(self._next_id, ids, params, sample, turn, is_open, drafter, keep_kv, carried)
         text = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
         self.scheduler.add(sequence)  # last of what can fail: it must not run without the rest
+        self._note("add", ids.tobytes(), params, sample, turn, is_open, keep_kv)
         self._texts[sequence] = text
         self._next_id += 1
         return sequence
@@ -156,7 +180,9 @@ class Engine:
     def extend(self, sequence: Sequence, ids: Iterable[int]) -> None:
         """Append token ids to an open sequence's prompt. Raises RequestError if it is not open or would not fit."""
         self._require_own(sequence)
-        self.scheduler.extend(sequence, prompt_ids(ids, self.tokenizer, self.model.config.vocab_size))
+        new = prompt_ids(ids, self.tokenizer, self.model.config.vocab_size)
+        self.scheduler.extend(sequence, new)
+        self._note("extend", sequence.id, new.tobytes())
 
     def close(self, sequence: Sequence, *, drafter: Drafter | None = None) -> None:
         """End an open sequence's prompt; its response is drawn from the next step on.
@@ -166,6 +192,7 @@ class Engine:
         self._require_own(sequence)
         self._require_drafts(drafter)
         self.scheduler.close(sequence)
+        self._note("close", sequence.id)
         if drafter is not None:
             sequence.drafter = drafter
         elif self.drafts and sequence.drafter is None:
@@ -194,12 +221,16 @@ class Engine:
         self._stepping = True
         try:
             step = self.scheduler.schedule()
+            if self.parallel is not None:
+                self.parallel.agree_on_step(step)
             results = self.runner.run(step)
             self.scheduler.commit(step, results)
             for span, result in zip(step.spans, results, strict=True):
                 if span.samples or result.error is not None:
                     self._undelivered.append(self._update(span.sequence, self._new_ids(span.sequence)))
         except BaseException:
+            if self.parallel is not None:
+                self.parallel.fail()
             self._recover()
             raise
         finally:
@@ -259,7 +290,10 @@ class Engine:
             self.runner.refresh()
 
     def describe(self) -> dict[str, Any]:
-        """What decides an answer besides the prompt: for traces. Plain JSON values."""
+        """What decides an answer besides the prompt: for traces. Plain JSON values.
+
+        All ranks of a process group call it together.
+        """
         return {
             "model": str(self.model_path),
             "weights": self._fingerprint(),
@@ -313,6 +347,7 @@ class Engine:
             if sequence.finished:
                 self.scheduler.let_go(sequence)
             else:
+                self._note("abort", sequence.id)
                 self.scheduler.finish(sequence, "abort")
                 self._undelivered.append(self._update(sequence, array("i")))
             if not reported:
@@ -330,6 +365,10 @@ class Engine:
     def _new_ids(self, sequence: Sequence) -> array[int]:
         """The ids of a response that no update has told yet."""
         return sequence.tokens[sequence.prompt_length + self._texts[sequence].count :]
+
+    def _note(self, call: str, *values: object) -> None:
+        if self.parallel is not None:
+            self.parallel.note(call, *values)
 
     def _require_weights(self, what: str) -> None:
         if self._updating:
@@ -360,7 +399,7 @@ class Engine:
             some = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)]
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             digest.update(some.double().cpu().numpy().tobytes())
-        return digest.hexdigest()
+        return digest.hexdigest() if self.parallel is None else self.parallel.hash_of_all(digest.digest()).hex()
 
     def _update(self, sequence: Sequence, ids: array[int]) -> Update:
         """Turn a sequence's new ids into text, ending it at a stop string."""

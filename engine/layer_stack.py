@@ -51,7 +51,8 @@ class LayerStack:
     def fits(model: Decoder, pages: list[KVPages]) -> bool:
         """Whether the kernels run this model: their ops were chosen, and they know all of its linear layers."""
         known = all(_alike(linears) for layer in model.layers for linears in _over_one_input(layer))
-        return model.ops.backend == "cpu" and known and pages[0].key.dtype in cpu.KV_TYPES
+        alone = model.parallel is None  # the sums over ranks come between the ops
+        return model.ops.backend == "cpu" and alone and known and pages[0].key.dtype in cpu.KV_TYPES
 
     def __call__(self, batch: Batch) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""

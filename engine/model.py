@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from .model_config import ModelConfig
 from .ops import Ops, Spans
 from .rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from .parallel import TensorParallel
 
 __all__ = ["Batch", "Decoder", "KVPages"]
 
@@ -141,11 +144,15 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model: rows in, rows out; it knows no sequences. window: positions that it has angles for."""
+    """The whole model: rows in, rows out; it knows no sequences. window: positions that it has angles for.
+
+    parallel: set where the parameters are one rank's part of a model; `config` is that part's shape then.
+    """
 
     cos: Tensor
     sin: Tensor
     lm_head: nn.Module | None  # None: the embedding is the head too
+    parallel: TensorParallel | None = None
 
     def __init__(self, config: ModelConfig, ops: Ops, window: int) -> None:
         super().__init__()
