@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class Engine:
         self.parallel = parallel = loaded.parallel
         if parallel is not None:
             parallel.agree("configuration", repr((config, model)).encode())
-            model = parallel.shards.local(model)
+            parallel.shards = replace(parallel.shards, config=model)
+            model = parallel.shards.local
         ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window, loaded.packed)
         self.model.requires_grad_(False)

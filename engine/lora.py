@@ -21,6 +21,7 @@ from .checkpoint import new_folder, read_json, write_json
 from .config import _require, _require_int, _require_number, _tuple
 from .errors import CheckpointError, ConfigError
 from .model import Decoder, Linear
+from .model_config import parameter_shapes
 from .tensor_files import read_header
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = ["LoraConfig", "LoraLinear", "adapters", "add", "disabled", "load", "r
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+MATRICES = ("lora_A", "lora_B")
 # What PEFT can put into an adapter_config.json that changes what the adapter computes, and the values that do not.
 PLAIN = {
     "peft_type": ("LORA",),
@@ -73,16 +75,13 @@ class LoraConfig:
 class LoraLinear(Linear):
     """A linear layer with an adapter. lora_A: [rank, in]; lora_B: [out, rank], in the type of the activations."""
 
-    def __init__(self, base: Linear, config: LoraConfig, generator: torch.Generator) -> None:
-        """Takes over the parameters of `base`."""
+    def __init__(self, base: Linear, config: LoraConfig, first: Tensor) -> None:
+        """Takes over the parameters of `base`. first: A at first, [rank, in]."""
         nn.Module.__init__(self)
         self.ops, self.weight, self.bias = base.ops, base.weight, base.bias
-        outputs, inputs = base.weight.shape
-        dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
-        bound = 1 / math.sqrt(inputs)  # as PEFT draws it: Kaiming's uniform with a = sqrt(5)
-        first = torch.empty(config.rank, inputs, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        zeros = torch.zeros(len(base.weight), config.rank, dtype=first.dtype)
         self.lora_A = nn.Parameter(first, requires_grad=False)
-        self.lora_B = nn.Parameter(torch.zeros(outputs, config.rank, dtype=dtype), requires_grad=False)
+        self.lora_B = nn.Parameter(zeros, requires_grad=False)
         self.scale = config.alpha / config.rank
         self.enabled = True
 
@@ -117,12 +116,26 @@ def add(engine: Engine, config: LoraConfig) -> None:
     if adapters(model):
         raise ConfigError("this engine's model has LoRA adapters already; make another engine for others")
     generator = torch.Generator().manual_seed(config.seed)
+    shapes = parameter_shapes(model.whole_config)
     with engine.update():
-        for layer in model.layers:
-            for part in (layer.self_attn, layer.mlp):
-                for name, module in list(part.named_children()):
-                    if name in config.targets and isinstance(module, Linear):
-                        setattr(part, name, LoraLinear(module, config, generator))
+        for path, module in _targets(model, config):
+            # Drawn for the whole layer on every rank that has a part of it, so that all draw the same.
+            first = _first(config.rank, shapes[f"{path}.weight"][1], model.activation_dtype, generator)
+            if model.parallel is not None:
+                first = model.parallel.cut(f"{path}.lora_A", first)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, LoraLinear(module, config, first))
+
+
+def _targets(model: Decoder, config: LoraConfig) -> list[tuple[str, Linear]]:
+    """The layers that get an adapter, by name, in the order of the forward pass."""
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    return [(path, module) for path, module in linears if path.rpartition(".")[2] in config.targets]
+
+
+def _first(rank: int, inputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    bound = 1 / math.sqrt(inputs)  # as PEFT draws it: Kaiming's uniform with a = sqrt(5)
+    return torch.empty(rank, inputs, dtype=dtype).uniform_(-bound, bound, generator=generator)
 
 
 @contextlib.contextmanager
@@ -141,16 +154,19 @@ def disabled(model: Decoder) -> Iterator[None]:
 def save(model: Decoder, folder: str | Path, base: str | Path | None = None) -> None:
     """Write the adapters to a new folder that PEFT and `load` read. base: what PEFT is to call the model below.
 
+    Ranks that hold parts of the model all call this together, and only the first of them writes.
     Raises ConfigError for a model without adapters, CheckpointError when the folder cannot be written.
     """
     layers = adapters(model)
     if not layers:
         raise ConfigError("this model has no LoRA adapters to save; put some on with lora.add")
     rank, scale = _form(layers)
-    tensors = {}
-    for name, layer in layers.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().contiguous()
+    found = {f"{name}.{part}": getattr(layer, part).detach() for name, layer in layers.items() for part in MATRICES}
+    if model.parallel is not None:
+        found = model.parallel.whole(found)
+        if model.parallel.rank != 0:
+            return
+    tensors = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in found.items()}
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -209,20 +225,22 @@ def _form(layers: Mapping[str, LoraLinear]) -> tuple[int, float]:
 
 def _shapes(model: Decoder, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Of the tensors that a PEFT folder holds for adapters of this form on the model."""
+    whole = parameter_shapes(model.whole_config)
     shapes: dict[str, tuple[int, ...]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, Linear) and path.rpartition(".")[2] in config.targets:
-            outputs, inputs = module.weight.shape
-            shapes[f"{PREFIX}{path}.lora_A.weight"] = (config.rank, inputs)
-            shapes[f"{PREFIX}{path}.lora_B.weight"] = (outputs, config.rank)
+    for path, _ in _targets(model, config):
+        outputs, inputs = whole[f"{path}.weight"]
+        shapes[f"{PREFIX}{path}.lora_A.weight"] = (config.rank, inputs)
+        shapes[f"{PREFIX}{path}.lora_B.weight"] = (outputs, config.rank)
     return shapes
 
 
 @torch.no_grad()
 def _fill(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     for name, layer in adapters(model).items():
-        layer.lora_A.copy_(tensors[f"{PREFIX}{name}.lora_A.weight"])
-        layer.lora_B.copy_(tensors[f"{PREFIX}{name}.lora_B.weight"])
+        for part in MATRICES:
+            tensor = tensors[f"{PREFIX}{name}.{part}.weight"]
+            tensor = tensor if model.parallel is None else model.parallel.cut(f"{name}.{part}", tensor)
+            getattr(layer, part).copy_(tensor)
 
 
 def _read_config(place: Path) -> LoraConfig:

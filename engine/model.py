@@ -185,6 +185,11 @@ class Decoder(nn.Module):
         return cast(list[Layer], list(self.model.layers))
 
     @property
+    def whole_config(self) -> ModelConfig:
+        """The shape of the model over all ranks that hold parts of it."""
+        return self.config if self.parallel is None else self.parallel.shards.config
+
+    @property
     def dtype(self) -> torch.dtype:
         """Element type of the parameters."""
         return self.model.embed_tokens.weight.dtype

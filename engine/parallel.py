@@ -11,7 +11,8 @@ ranks have the same bits. The order of a ring all-reduce depends on the size of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .model import Decoder
     from .step import Step
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallel", "whole_parameters"]
 
 OCCASIONS = ("configuration", "step", "training pass", "update", "saving", "fingerprint")
 
@@ -122,12 +123,19 @@ class TensorParallel:
             first = self.rank // copies * copies
             grad.copy_(_fold(parts[first : first + copies]).view_as(grad))
 
-    def counts(self, name: str) -> bool:
-        """Whether this rank counts its part of a parameter in a sum over all: the first of those that hold it."""
-        return self.rank % self.shards.copies(name) == 0
+    def norm(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> float:
+        """Of the whole model's gradient. Each part counts once: on the first of the ranks that hold it."""
+        counted = [
+            gradient
+            for name, gradient in zip(names, gradients, strict=True)
+            if gradient is not None and self.rank % self.shards.copies(name) == 0
+        ]
+        square = nn.utils.get_total_norm(counted).double().square().to(self._device)
+        return math.sqrt(float(self.sum(square)))
 
     def whole(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole parameters on the CPU, gathered one by one on all ranks together; only rank 0 keeps them."""
+        self.agree("saving", repr(list(parameters)).encode())
         found = {}
         for name, part in parameters.items():
             joined = self._join(name, part.detach())
@@ -152,6 +160,13 @@ class TensorParallel:
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         return _apply(_Leave, out, self)
+
+
+def whole_parameters(model: Decoder) -> dict[str, Tensor]:
+    """A model's parameters by name, whole: those of `whole_config`. Of ranks that hold parts of it, all call this
+    together, and only rank 0 gets them; the others nothing."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters if model.parallel is None else model.parallel.whole(parameters)
 
 
 class _Enter(Function):

@@ -47,8 +47,10 @@ class Shards:
                 f"units cannot be split evenly over {size} ranks; use {' or '.join(map(str, fitting))}"
             )
 
-    def local(self, config: ModelConfig) -> ModelConfig:
-        """The shape of what one rank holds of a model as wide as this one."""
+    @property
+    def local(self) -> ModelConfig:
+        """The shape of what one rank holds."""
+        config = self.config
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // self.size,

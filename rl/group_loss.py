@@ -50,6 +50,7 @@ class GroupLoss:
         """
         algorithm, model = self._config.algorithm, self._engine.model
         turns, denominator = _token_turns(group, algorithm)
+        self._agree(turns)
         statistics = LossStatistics.nothing()
         if not algorithm.kl and not algorithm.entropy and not any(turn.advantage for turn in turns):
             return denominator, statistics
@@ -64,7 +65,9 @@ class GroupLoss:
     @torch.no_grad()
     def old_logprobs(self, group: Group) -> OldLogprobs:
         """By the model as it is now."""
-        turns = [turn.turn for turn in _token_turns(group, self._config.algorithm)[0]]
+        token_turns = _token_turns(group, self._config.algorithm)[0]
+        self._agree(token_turns)
+        turns = [turn.turn for turn in token_turns]
         found: OldLogprobs = {}
         for pack in self._packs(turns):
             logprobs = self._logprobs(self._engine.model, pack, group)
@@ -72,6 +75,13 @@ class GroupLoss:
             for i, part in zip(pack.turns, torch.split(logprobs, pack.lengths), strict=True):
                 found[id(turns[i])] = part
         return found
+
+    def _agree(self, turns: list[_TokenTurn]) -> None:
+        """Ranks that hold parts of the model must be about to train on the same turns."""
+        if self._engine.parallel is not None:
+            carried = repr([(turn.advantage, turn.weight) for turn in turns]).encode()
+            ids = [turn.turn.prompt_ids.tobytes() + turn.turn.response_ids.tobytes() for turn in turns]
+            self._engine.parallel.agree("training pass", b"|".join([carried, *ids]))
 
     def _packs(self, turns: list[Turn]) -> Iterator[Pack]:
         config = self._config
@@ -134,4 +144,7 @@ def _head(model: Decoder, group: Group) -> Head:
 
 def _frozen_copy(model: Decoder) -> Decoder:
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Decoder.from_parameters(model.config, model.ops, parameters, len(model.cos)).requires_grad_(False)
+    copy = Decoder.from_parameters(model.config, model.ops, parameters, len(model.cos)).requires_grad_(False)
+    if model.parallel is not None:
+        model.parallel.apply(copy)
+    return copy
