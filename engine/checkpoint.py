@@ -79,7 +79,7 @@ def load(
 
     weights: how linear layers keep theirs, see EngineConfig. At most one tensor is held twice, and none when the file's
     type is `dtype`; one that is packed is let go before the next is read.
-    group: split the model over these ranks, in native weights; each keeps its part of a tensor before it reads the next.
+    group: split the model over these ranks, in native weights; each keeps its part of a tensor and reads the next.
     Raises CheckpointError, naming the file or tensor, for anything missing, superfluous, mis-shaped or damaged, and
     ConfigError for weights="file" of a folder, and for what cannot be split.
     """

@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,16 +223,13 @@ class Engine:
         self._stepping = True
         try:
             step = self.scheduler.schedule()
-            if self.parallel is not None:
-                self.parallel.agree_on_step(step)
-            results = self.runner.run(step)
+            with nullcontext() if self.parallel is None else self.parallel.step(step):
+                results = self.runner.run(step)
             self.scheduler.commit(step, results)
             for span, result in zip(step.spans, results, strict=True):
                 if span.samples or result.error is not None:
                     self._undelivered.append(self._update(span.sequence, self._new_ids(span.sequence)))
         except BaseException:
-            if self.parallel is not None:
-                self.parallel.fail()
             self._recover()
             raise
         finally:

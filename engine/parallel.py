@@ -1,9 +1,9 @@
 """TensorParallel: a model over the ranks of a torch process group, for inference and training on the same shards.
 
-Applied from outside to a model of one rank's shards (see shards.py): what attention and MLP of the ranks give is summed.
+Applied from outside to a model of one rank's shards (see shards.py): what the ranks' attention and MLP give is summed.
 Every rank schedules, samples and trains by itself. That works since all that decides a step comes from the calls that
-the engine got and from the tokens drawn, which are the same on every rank where the calls are; `agree` compares both
-before each step, and refuses to run what would leave one rank waiting for another.
+the engine got and from the tokens drawn, which are the same on every rank where the calls are. `agree` compares both
+before whatever the ranks do together, and refuses what would leave one rank waiting for another.
 
 Exactness: a sum over ranks is taken in their order, element by element, so it does not depend on the batch, and all
 ranks have the same bits. The order of a ring all-reduce depends on the size of what is summed.
@@ -12,7 +12,8 @@ ranks have the same bits. The order of a ring all-reduce depends on the size of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any
 
@@ -83,35 +84,41 @@ class TensorParallel:
     def agree(self, occasion: str, content: bytes) -> None:
         """Go on when all ranks are about to do the same, after the same calls. occasion: one of OCCASIONS.
 
-        Raises RequestError on all ranks when they are not, and from then on. Content is compared by its hash.
+        Raises RequestError on all ranks when they are not, and ever after. Content is compared by its hash.
         """
         if self._failed:
             raise RequestError(
-                "the ranks of this tensor-parallel engine no longer do the same, or a step failed on this one; end "
-                "all its processes and start them anew"
+                "the ranks of this tensor-parallel engine do different things, or this one left a step before its end; "
+                "end all its processes and start them anew"
             )
         hashes = (self._history.digest(), blake2b(content, digest_size=7).digest())
         mine = [OCCASIONS.index(occasion), self._calls, *(int.from_bytes(digest, "big") for digest in hashes)]
         rows = self._gather(torch.tensor(mine, device=self._device)).tolist()
         for rank, row in enumerate(rows):
             if row != rows[0]:
-                self.fail()
+                self._failed = True
                 raise RequestError(_disagreement(rank, row, rows[0]))
 
-    def agree_on_step(self, step: Step) -> None:
-        """Go on when all ranks are about to run the same step."""
+    @contextmanager
+    def together(self, occasion: str, content: bytes) -> Iterator[None]:
+        """Agree, then run a block in which all ranks exchange numbers. Who leaves it early cannot exchange any more."""
+        self.agree(occasion, content)
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        """The block in which all ranks run the same step."""
         parts = [repr((step.copies, step.moves)).encode()]
         for span in step.spans:
             parts.append(repr((span.sequence.id, span.start, span.pages, span.samples, span.source)).encode())
             parts += [span.ids.tobytes(), span.draft.tobytes(), span.scored_targets.tobytes()]
-        self.agree("step", b"|".join(parts))
-
-    def fail(self) -> None:
-        """This rank left a step before its end, so nothing can be computed together any more."""
-        self._failed = True
+        return self.together("step", b"|".join(parts))
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """After all backward passes: complete those gradients of which each rank has a part, see shards.py."""
+        """Before an update: complete those gradients of which each rank has a part, see shards.py."""
         partial = {name: p for name, p in parameters.items() if self.shards.has_partial_gradient(name)}
         grads = {name: p.grad for name, p in partial.items() if p.grad is not None}
         if not grads:

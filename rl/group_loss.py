@@ -50,38 +50,40 @@ class GroupLoss:
         """
         algorithm, model = self._config.algorithm, self._engine.model
         turns, denominator = _token_turns(group, algorithm)
-        self._agree(turns)
         statistics = LossStatistics.nothing()
         if not algorithm.kl and not algorithm.entropy and not any(turn.advantage for turn in turns):
             return denominator, statistics
-        for pack in self._packs([turn.turn for turn in turns]):
-            rows = self._rows(pack, [turns[i] for i in pack.turns], old, group)
-            hidden = self._hidden(model, pack, self._config.recompute)
-            result = fused_policy_loss(hidden, pack.targets, _head(model, group), rows, algorithm)
-            result.loss.backward()  # type: ignore[no-untyped-call]
-            statistics += result.statistics
+        with self._together(turns):
+            for pack in self._packs([turn.turn for turn in turns]):
+                rows = self._rows(pack, [turns[i] for i in pack.turns], old, group)
+                hidden = self._hidden(model, pack, self._config.recompute)
+                result = fused_policy_loss(hidden, pack.targets, _head(model, group), rows, algorithm)
+                result.loss.backward()  # type: ignore[no-untyped-call]
+                statistics += result.statistics
         return denominator, statistics
 
     @torch.no_grad()
     def old_logprobs(self, group: Group) -> OldLogprobs:
         """By the model as it is now."""
         token_turns = _token_turns(group, self._config.algorithm)[0]
-        self._agree(token_turns)
         turns = [turn.turn for turn in token_turns]
         found: OldLogprobs = {}
-        for pack in self._packs(turns):
-            logprobs = self._logprobs(self._engine.model, pack, group)
-            self.recomputed += len(logprobs)
-            for i, part in zip(pack.turns, torch.split(logprobs, pack.lengths), strict=True):
-                found[id(turns[i])] = part
+        with self._together(token_turns):
+            for pack in self._packs(turns):
+                logprobs = self._logprobs(self._engine.model, pack, group)
+                self.recomputed += len(logprobs)
+                for i, part in zip(pack.turns, torch.split(logprobs, pack.lengths), strict=True):
+                    found[id(turns[i])] = part
         return found
 
-    def _agree(self, turns: list[_TokenTurn]) -> None:
-        """Ranks that hold parts of the model must be about to train on the same turns."""
-        if self._engine.parallel is not None:
-            carried = repr([(turn.advantage, turn.weight) for turn in turns]).encode()
-            ids = [turn.turn.prompt_ids.tobytes() + turn.turn.response_ids.tobytes() for turn in turns]
-            self._engine.parallel.agree("training pass", b"|".join([carried, *ids]))
+    def _together(self, turns: list[_TokenTurn]) -> contextlib.AbstractContextManager[None]:
+        """The block in which ranks that hold parts of the model run the same turns."""
+        parallel = self._engine.parallel
+        if parallel is None:
+            return contextlib.nullcontext()
+        carried = repr([(turn.advantage, turn.weight, turn.turn.logprobs) for turn in turns]).encode()
+        ids = [turn.turn.prompt_ids.tobytes() + turn.turn.response_ids.tobytes() for turn in turns]
+        return parallel.together("training pass", b"|".join([carried, *ids]))
 
     def _packs(self, turns: list[Turn]) -> Iterator[Pack]:
         config = self._config

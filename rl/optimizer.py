@@ -6,7 +6,7 @@ Gradients are sums until `step` divides them, so the parts of a mini-batch may c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from ..engine.errors import CheckpointError
 __all__ = ["Optimizer", "OptimizerConfig"]
 
 SCHEDULES = ("constant", "linear", "cosine")
+Gradients = Sequence[Tensor | None]  # of each parameter; None where a mini-batch gives none
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # torch's names
 
 
@@ -82,9 +83,16 @@ class Optimizer:
     updates: how many were made.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
-        """parameters: those to train; they must want gradients."""
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        config: OptimizerConfig,
+        norm: Callable[[Gradients], float] | None = None,
+    ) -> None:
+        """parameters: those to train; they must want gradients. norm: of their gradients, where these are parts of
+        larger ones."""
         self.config = config
+        self._norm = _norm if norm is None else norm
         self.updates = 0
         self._parameters = list(parameters)
         for parameter in self._parameters:
@@ -107,8 +115,7 @@ class Optimizer:
         A norm that is not finite updates nothing.
         """
         config, rate = self.config, self.config.rate(self.updates)
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = float(nn.utils.get_total_norm(grads)) / denominator
+        norm = self._norm([parameter.grad for parameter in self._parameters]) / denominator
         if math.isfinite(norm):
             shrink = 1.0 if config.clip is None else min(config.clip / norm, 1.0) if norm > 0 else 1.0
             for master, parameter in zip(self._masters, self._parameters, strict=True):
@@ -165,3 +172,7 @@ class Optimizer:
             if master is not parameter:
                 master.copy_(copied["master"])
         self.updates = int(state["updates"])
+
+
+def _norm(gradients: Gradients) -> float:
+    return float(nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None]))

@@ -12,7 +12,9 @@ import sys
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -100,7 +102,13 @@ class Trainer:
         if config.reference == "copy" and adapters:
             raise ConfigError("a model with adapters has its reference in itself; use reference='lora_off'")
         self._loss = GroupLoss(engine, config)
-        self._optimizer = Optimizer(lora.trained_parameters(engine.model), config.optimizer)
+        trained = lora.trained_parameters(engine.model)
+        self._trained = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+        norm = None
+        if engine.parallel is not None:
+            engine.parallel.agree("configuration", repr(config).encode())
+            norm = partial(engine.parallel.norm, list(self._trained))
+        self._optimizer = Optimizer(trained, config.optimizer, norm)
         self.steps = 0
 
     def step(self, groups: Iterable[Group]) -> StepReport:
@@ -204,7 +212,11 @@ class Trainer:
         if not float(batch.statistics.sums[0]):  # no token of it can change anything
             return
         started = time.perf_counter()
-        with self.engine.update():
+        parallel = self.engine.parallel
+        content = repr((batch.denominator, self._optimizer.updates)).encode()
+        with self.engine.update(), nullcontext() if parallel is None else parallel.together("update", content):
+            if parallel is not None:
+                parallel.sum_gradients(self._trained)
             norm, rate = self._optimizer.step(batch.denominator)
         if not math.isfinite(norm):
             warnings.warn(f"step {self.steps}: the gradient's norm is {norm}, so nothing was updated", stacklevel=3)

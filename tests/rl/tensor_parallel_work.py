@@ -1,0 +1,163 @@
+"""What each rank of a tensor-parallel engine and trainer does in the tests; without a process group, what one does.
+
+Started by torchrun as a script: KIND=FOLDER ... OUT. Each rank writes OUT.RANK, the first also saved models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from palimpsest.engine import checkpoint, lora
+from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
+from palimpsest.engine.engine import Engine
+from palimpsest.engine.errors import RequestError
+from palimpsest.engine.lora import LoraConfig
+from palimpsest.engine.memory_agent import MemoryAgent
+from palimpsest.engine.model_config import parameter_shapes
+from palimpsest.engine.parallel import whole_parameters
+from palimpsest.rl import group_loss
+from palimpsest.rl.config import AlgorithmConfig
+from palimpsest.rl.optimizer import OptimizerConfig
+from palimpsest.rl.trainer import Trainer
+from palimpsest.rl.trainer_config import TrainerConfig
+from palimpsest.rl.trajectory import Group, Trajectory
+
+PROMPTS = ["The keeper said:", "The harbour town of Ostrel has 4312 people", "We'll see who is right. " * 4]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+AGENT = AgentConfig(
+    chunk_tokens=60,
+    memory_tokens=10,
+    answer_tokens=6,
+    template="chunk_first",
+    sampling=SamplingParams(temperature=0.8, seed=7),
+)
+DOCUMENT = "".join(f"In the year {year} the keeper counted {year % 89} lamps. " for year in range(1800, 1806))
+ADAPTER = LoraConfig(rank=3)
+
+
+def make_engine(folder: Path, group: dist.ProcessGroup | None) -> Engine:
+    config = EngineConfig(kv_bytes=1 << 20, threads=1, max_context=1024, max_step_tokens=64, max_sequences=8)
+    return Engine(folder, config, process_group=group)
+
+
+def work(folder: Path, group: dist.ProcessGroup | None, adapters: bool, groups: list[Group] | None) -> dict[str, Any]:
+    """Greedy responses, a group of rollouts (or those given), its gradient, and greedy responses after the update."""
+    engine = make_engine(folder, group)
+    if adapters:
+        lora.add(engine, ADAPTER)
+        shake(engine)
+    found = {"greedy": greedy(engine), "groups": roll(engine) if groups is None else groups}
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
+    algorithm = AlgorithmConfig(kl=0.05, entropy=0.01)
+    trainer = Trainer(engine, TrainerConfig(algorithm, optimizer, train_tokens=500))
+    found["gradient"] = watch(trainer)
+    found["losses"] = losses = []
+    report = trainer.step(watched(found["groups"], losses))
+    found |= {"norm": report.gradient_norms, "first": report.first, "updated": greedy(engine)}
+    found["model"] = {name: p.detach() for name, p in engine.model.named_parameters()}
+    return found | {"engine": engine}
+
+
+def greedy(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    return [(list(done.token_ids), done.logprobs) for done in engine.generate(PROMPTS, GREEDY)]
+
+
+def roll(engine: Engine) -> list[Group]:
+    readings = MemoryAgent(engine, AGENT).rollout(DOCUMENT, "Who kept the lighthouse?", 4)
+    rewards = [float(sum(reading.turns[-1].response_ids) % 3) for reading in readings]
+    trajectories = [Trajectory(reading.turns, r, r) for reading, r in zip(readings, rewards, strict=True)]
+    return [Group(trajectories, AGENT.sampling, engine.weights_version)]
+
+
+def shake(engine: Engine) -> None:
+    """Give every adapter an effect, the same for any number of ranks."""
+    generator, parallel = torch.Generator().manual_seed(5), engine.parallel
+    shapes = parameter_shapes(engine.model.whole_config)
+    with engine.update(), torch.no_grad():
+        for name, layer in lora.adapters(engine.model).items():
+            whole = torch.empty(shapes[f"{name}.weight"][0], ADAPTER.rank).normal_(0.0, 0.1, generator=generator)
+            layer.lora_B.copy_(whole if parallel is None else parallel.cut(f"{name}.lora_B", whole))
+    engine.weights_version = 0
+
+
+def watch(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Filled with the gradient that the next update is given."""
+    found: dict[str, torch.Tensor] = {}
+    plain = trainer._optimizer.step
+
+    def step(denominator: float) -> tuple[float, float]:
+        named = trainer.engine.model.named_parameters()
+        found.update((name, p.grad / denominator) for name, p in named if p.grad is not None)
+        return plain(denominator)
+
+    trainer._optimizer.step = step  # type: ignore[method-assign]
+    return found
+
+
+def watched(groups: list[Group], losses: list[float]) -> list[Group]:
+    """Keeps the losses of the passes to come."""
+    plain = group_loss.fused_policy_loss
+
+    def loss(*arguments: Any) -> Any:
+        result = plain(*arguments)
+        losses.append(result.loss.item())
+        return result
+
+    group_loss.fused_policy_loss = loss
+    return groups
+
+
+def disagreements(folder: Path, group: dist.ProcessGroup) -> list[str]:
+    """What is said when the last rank is given something else than the others."""
+    odd = dist.get_rank(group) == dist.get_world_size(group) - 1
+    messages = []
+
+    def expect(function: Any) -> None:
+        try:
+            function()
+        except RequestError as error:
+            messages.append(str(error))
+
+    engine = make_engine(folder, group)
+    expect(lambda: engine.generate(PROMPTS[:2] if odd else PROMPTS, GREEDY))
+    expect(engine.step)
+    engine = make_engine(folder, group)
+    expect(lambda: engine.generate(PROMPTS, dataclasses.replace(GREEDY, temperature=1.0, seed=int(odd))))
+    engine = make_engine(folder, group)
+    groups = roll(engine)
+    rewarded = [
+        dataclasses.replace(trajectory, reward=i * (1.0 + odd)) for i, trajectory in enumerate(groups[0].trajectories)
+    ]
+    trainer = Trainer(engine, TrainerConfig(AlgorithmConfig(kl=0.0)))
+    expect(lambda: trainer.step([dataclasses.replace(groups[0], trajectories=rewarded)]))
+    engine = make_engine(folder, group)
+    expect(engine.step if odd else engine.describe)
+    return messages
+
+
+def main(folders: list[str], out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group, found = dist.group.WORLD, {}
+    assert group is not None
+    for name, folder in (folder.split("=") for folder in folders):
+        found[name] = one = work(Path(folder), group, "adapters" in name, None)
+        engine: Engine = one.pop("engine")
+        if "adapters" in name:
+            lora.save(engine.model, f"{out}.{name}")
+        else:
+            whole = whole_parameters(engine.model)
+            if dist.get_rank() == 0:
+                checkpoint.save(f"{out}.{name}", engine.model.whole_config, whole, folder)
+    found["disagreements"] = disagreements(Path(folders[0].split("=")[1]), group)
+    torch.save(found, f"{out}.{dist.get_rank()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:-1], sys.argv[-1])
