@@ -42,7 +42,7 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
-    return {name: make_model_folder(place / name, kind, **WIDE, **more) for name, (kind, more) in KINDS.items()}
+    return {name: make_model_folder(place / name, kind, **(WIDE | more)) for name, (kind, more) in KINDS.items()}
 
 
 def launch(size: int, folders: dict[str, Path], out: Path) -> list[dict[str, Any]]:
