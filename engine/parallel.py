@@ -125,7 +125,7 @@ class TensorParallel:
             return
         gathered = self._gather(torch.cat([grad.flatten() for grad in grads.values()]))
         sizes = [grad.numel() for grad in grads.values()]
-        for (name, grad), parts in zip(grads.items(), gathered.split(sizes, dim=1), strict=True):
+        for (name, grad), parts in zip(grads.items(), torch.split(gathered, sizes, dim=1), strict=True):
             copies = self.shards.copies(name)
             first = self.rank // copies * copies
             grad.copy_(_fold(parts[first : first + copies]).view_as(grad))

@@ -41,9 +41,7 @@ def test_query_heads_stay_with_their_key_head() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"12 query heads, 2 key .* 48 inner .* 3 ranks; use 1 or 2 or 4"
-    ):
+    with pytest.raises(ConfigError, match=r"12 query heads, 2 key .* 48 inner .* 3 ranks; use 1 or 2 or 4"):
         Shards(CONFIG, 3)
     with pytest.raises(ConfigError, match="50 inner units"):
         Shards(dataclasses.replace(CONFIG, intermediate_size=50), 4)

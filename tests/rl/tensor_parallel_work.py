@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,8 +59,8 @@ def work(folder: Path, group: dist.ProcessGroup | None, adapters: bool, groups: 
     algorithm = AlgorithmConfig(kl=0.05, entropy=0.01)
     trainer = Trainer(engine, TrainerConfig(algorithm, optimizer, train_tokens=500))
     found["gradient"] = watch(trainer)
-    found["losses"] = losses = []
-    report = trainer.step(watched(found["groups"], losses))
+    with losses() as found["losses"]:
+        report = trainer.step(found["groups"])
     found |= {"norm": report.gradient_norms, "first": report.first, "updated": greedy(engine)}
     found["model"] = {name: p.detach() for name, p in engine.model.named_parameters()}
     return found | {"engine": engine}
@@ -99,17 +102,18 @@ def watch(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def watched(groups: list[Group], losses: list[float]) -> list[Group]:
-    """Keeps the losses of the passes to come."""
-    plain = group_loss.fused_policy_loss
+@contextmanager
+def losses() -> Iterator[list[float]]:
+    """Filled with the losses of the passes in the block."""
+    found, plain = [], group_loss.fused_policy_loss
 
     def loss(*arguments: Any) -> Any:
         result = plain(*arguments)
-        losses.append(result.loss.item())
+        found.append(result.loss.item())
         return result
 
-    group_loss.fused_policy_loss = loss
-    return groups
+    with patch.object(group_loss, "fused_policy_loss", loss):
+        yield found
 
 
 def disagreements(folder: Path, group: dist.ProcessGroup) -> list[str]:
