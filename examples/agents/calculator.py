@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from palimpsest.rl.llm import LLM
     from palimpsest.rl.trajectory import Problem
 
-ROUNDS = 4
+ROUNDS, TOKENS = 4, 64
 ANSWER = "Answer:"
 INSTRUCTION = (
     "Solve the problem step by step. Write one expression with +, -, *, / and parentheses per message and I will "
@@ -23,10 +23,10 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 async def agent(sample: Problem, llm: LLM) -> str:
-    """Talk with the model for at most ROUNDS messages of its own; -> what follows "Answer:" in its last one."""
+    """Talk with the model for at most ROUNDS messages of TOKENS each; -> what follows "Answer:" in its last one."""
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": sample.question}]
     for _ in range(ROUNDS):
-        reply = await llm.chat(messages, max_tokens=64)
+        reply = await llm.chat(messages, max_tokens=TOKENS)
         if ANSWER in reply:
             return reply.rpartition(ANSWER)[2].strip()
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": calculate(reply)}]

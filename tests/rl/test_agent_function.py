@@ -16,14 +16,17 @@ from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import ConfigError, RequestError, WindowError
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.engine.reading import Turn
-from palimpsest.examples.agents import memory, single_turn
+from palimpsest.examples.agents import calculator, memory, single_turn
 from palimpsest.rl.agent_function import FunctionAgent, FunctionConfig
 from palimpsest.rl.chat import Reply
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.group_loss import GroupLoss
 from palimpsest.rl.llm import LLM
+from palimpsest.rl.optimizer import OptimizerConfig
 from palimpsest.rl.packing import pack_turns
+from palimpsest.rl.replay import dumped, read_step
 from palimpsest.rl.rollout import Rollout
+from palimpsest.rl.trainer import Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
 from palimpsest.rl.trajectory import Episode, Problem
 from palimpsest.tests.tiny_models import make_model_folder
@@ -320,3 +323,40 @@ def masked(turns: list[Turn], tool: str) -> tuple[list[int], list[float]]:
         ids += turn.response_ids
         mask += [1.0] * len(turn.response_ids)
     return ids, mask
+
+
+def test_the_calculator_trains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a reward that a random model can earn, the share of digits in what it writes; 8 steps make 0.01 some 0.7."""
+    monkeypatch.setattr(calculator, "ROUNDS", 3)
+    monkeypatch.setattr(calculator, "TOKENS", 12)
+
+    async def agent(sample: Problem, llm: LLM) -> float:
+        await calculator.agent(sample, llm)
+        text = "".join(turn.text for turn in llm.turns)
+        return sum(character.isdigit() for character in text) / max(len(text), 1)
+
+    function = make_agent(folder, agent, kv_bytes=1 << 24)
+    algorithm = AlgorithmConfig(group_size=8, kl=0.0, divide_by_std=True)
+    optimizer = OptimizerConfig(learning_rate=0.04, warmup_steps=0)
+    trainer = Trainer(function.engine, TrainerConfig(algorithm, optimizer))
+    rollout = Rollout(function, "em", algorithm)
+    reports = []
+    for step in range(8):
+        problems = [Problem("", f"What is {i} + {step}?", ()) for i in range(2)]
+        reports.append(trainer.step(dumped(rollout.groups(problems, 2), tmp_path, step)))
+    assert all(r.first["largest_difference"] == 0 and r.turns == 48 and r.updates == 1 for r in reports)
+    assert reports[-1].correct > 0.3 > 0.05 > reports[0].correct
+    said = [
+        turn.prompt_ids
+        for group in read_step(tmp_path / "step-00000000.jsonl")
+        for t in group.trajectories
+        for turn in t.turns
+        if turn.index == 2
+    ]
+    assert all("can't be computed" in function.engine.tokenizer.decode(ids) for ids in said) and len(said) == 16
+
+
+def test_what_the_calculator_computes() -> None:
+    assert calculator.calculate(" (2 + 3) * -4 / 8\n") == "-2.5"
+    for wrong in ("2 +", "1 / 0", "__import__('os')", "9**9**9", "(" * 500, "\0", "'a' * 9", "9" * 5000):
+        assert calculator.calculate(wrong).startswith("This can't be computed")
