@@ -16,7 +16,7 @@ from .carried import Carried
 from .config import SamplingParams
 from .draft import Drafter
 from .engine import Engine
-from .errors import RequestError
+from .errors import ConfigError, RequestError
 from .prompt import Prompt, pair_with_params
 from .sequence import Completion, Sequence
 from .stream import Update, without_error
@@ -43,6 +43,12 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        """Raises ConfigError for an engine of several ranks, as the order of its calls is not the same on all."""
+        if engine.parallel is not None:
+            raise ConfigError(
+                f"this engine is one of {engine.parallel.size} ranks, which must get the same calls in the same order, "
+                "and tasks run in any order; use the engine's own methods, or one rank"
+            )
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="palimpsest")
         # Weak: a sequence that nobody can read any more takes its queue along. So no queue may hold a sequence.

@@ -28,6 +28,7 @@ from .memory import pool_pages
 from .model import Decoder
 from .model_config import ModelConfig
 from .ops import select
+from .parallel import whole_parameters
 from .prompt import Prompt, pair_with_params, prompt_ids, segments_of
 from .quant import replace_weights
 from .runner import Runner, page_bytes
@@ -287,6 +288,19 @@ class Engine:
             self.scheduler.let_go_all()
             self.scheduler.pool.forget()
             self.runner.refresh()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the weights and the tokenizer as a Hugging Face folder. All ranks of a process group call it together;
+        one of them writes.
+
+        Raises CheckpointError when the folder exists and is not empty, when it cannot be written, and for a model with
+        adapters or quantised weights.
+        """
+        parameters = whole_parameters(self.model)
+        if self.parallel is None or self.parallel.rank == 0:
+            checkpoint.save(folder, self.model.whole_config, parameters, self.tokenizer_folder)
+        if self.parallel is not None:
+            self.parallel.lead(None)  # it is there for all of them
 
     def describe(self) -> dict[str, Any]:
         """What decides an answer besides the prompt: for traces. Plain JSON values.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorParallel", "whole_parameters"]
 
-OCCASIONS = ("configuration", "step", "training pass", "update", "saving", "fingerprint")
+T = TypeVar("T")
+
+OCCASIONS = ("configuration", "step", "training pass", "update", "saving", "fingerprint", "decision")
 
 
 class TensorParallel:
@@ -68,6 +70,16 @@ class TensorParallel:
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         return int(self._gather(torch.tensor([number], device=self._device)).min())
+
+    def lead(self, value: T) -> T:
+        """Rank 0's value on all ranks, for what may differ between them, such as what depends on the time it takes.
+
+        A value that pickle can carry.
+        """
+        self.agree("decision", b"")
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
 
     def hash_of_all(self, digest: bytes) -> bytes:
         """sha256 of the ranks' digests, which are equally long, in order."""

@@ -15,14 +15,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from palimpsest.engine import checkpoint, lora
+from palimpsest.engine import lora
 from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import RequestError
 from palimpsest.engine.lora import LoraConfig
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.engine.model_config import parameter_shapes
-from palimpsest.engine.parallel import whole_parameters
 from palimpsest.rl import group_loss
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
@@ -155,9 +154,7 @@ def main(folders: list[str], out: str) -> None:
         if "adapters" in name:
             lora.save(engine.model, f"{out}.{name}")
         else:
-            whole = whole_parameters(engine.model)
-            if dist.get_rank() == 0:
-                checkpoint.save(f"{out}.{name}", engine.model.whole_config, whole, folder)
+            engine.save(f"{out}.{name}")
     found["disagreements"] = disagreements(Path(folders[0].split("=")[1]), group)
     torch.save(found, f"{out}.{dist.get_rank()}")
     dist.destroy_process_group()
