@@ -23,6 +23,7 @@ from .json_fields import parse_object
 from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
 from .parallel import TensorParallel
+from .slab import Slab
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
 __all__ = [
@@ -99,18 +100,21 @@ def load(
     stored = find_tensors(folder)
     shapes = parameter_shapes(config)
     _check_names(folder, config, stored, shapes)
+    slab = Slab()
     packed = _packed_weights(source, config) if weights == "file" else {}
+    packed = {name: weight.moved(slab.copy) for name, weight in packed.items()}
     parameters = {}
     for name, shape in shapes.items():
         if name in packed and name != EMBEDDING:
             continue
-        tensor = _read(stored[name], shape, dtype)
-        if parallel is not None:
-            tensor = parallel.cut(name, tensor)
         kind = packed_kind(name, config, weights)
+        stays = kind is None or name == EMBEDDING
+        tensor = _read(stored[name], shape, dtype, slab if stays and parallel is None else Slab())
+        if parallel is not None:
+            tensor = slab.copy(parallel.cut(name, tensor))
         if kind is not None:
-            packed[name] = quantise_weight(tensor, kind)
-        if kind is None or name == EMBEDDING:
+            packed[name] = quantise_weight(tensor, kind).moved(slab.copy)
+        if stays:
             parameters[name] = tensor
     if config.tie_embeddings and HEAD in stored:
         _check_tied(stored[HEAD], parameters[EMBEDDING])
@@ -174,7 +178,7 @@ def restore(parameters: Mapping[str, Tensor], folder: Path) -> None:
         raise CheckpointError(f"tensor {name!r} {what} {folder}; give the model that was saved")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_read(stored[name], tuple(parameter.shape), parameter.dtype))
+            parameter.copy_(_read(stored[name], tuple(parameter.shape), parameter.dtype, Slab()))
 
 
 @contextlib.contextmanager
@@ -271,18 +275,18 @@ def _check_names(
             )
 
 
-def _read(tensor: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _read(tensor: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype, slab: Slab) -> Tensor:
     if tensor.shape != shape:
         raise CheckpointError(
             f"tensor {tensor.name!r} in {tensor.file} has shape {tensor.shape}, config.json asks for {shape}; "
             "check that weights and config.json belong together"
         )
-    return tensor.read(dtype)
+    return tensor.read(dtype, slab)
 
 
 def _check_tied(head: StoredTensor, embedding: Tensor) -> None:
     """A head stored beside a tied embedding must be that embedding, or a choice would be made silently."""
-    if not torch.equal(_read(head, tuple(embedding.shape), embedding.dtype), embedding):
+    if not torch.equal(_read(head, tuple(embedding.shape), embedding.dtype, Slab()), embedding):
         raise CheckpointError(
             f"{head.file} has a {HEAD!r} that differs from {EMBEDDING!r}, but config.json says that they are tied; "
             "set tie_word_embeddings to false in config.json if the head is its own"

@@ -6,7 +6,8 @@ A scale (and minimum) covers `group` neighbours on the `in` axis; the last group
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,11 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes that a forward pass reads."""
         return sum(t.numel() * t.element_size() for t in (self.values, self.scales, self.minima) if t is not None)
+
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same weight in other memory."""
+        minima = None if self.minima is None else copy(self.minima)
+        return replace(self, values=copy(self.values), scales=copy(self.scales), minima=minima)
 
     def codes(self) -> Tensor:
         """uint8 [out, in rounded up to whole groups of 32]."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .errors import CheckpointError
 from .json_fields import Fields, parse_object
+from .slab import Slab
 
 __all__ = ["StoredTensor", "find_tensors", "read_header", "write_tensors"]
 
@@ -39,8 +40,8 @@ class StoredTensor:
     offset: int
     length: int
 
-    def read(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor [shape] as `dtype`, by default its own, in fresh writable memory.
+    def read(self, dtype: torch.dtype | None = None, slab: Slab | None = None) -> Tensor:
+        """The tensor [shape] as `dtype`, by default its own, in fresh writable memory, of `slab` if one is given.
 
         Raises CheckpointError for element types other than F64, F32, F16 and BF16 and for a file that ends early.
         """
@@ -49,10 +50,15 @@ class StoredTensor:
                 f"tensor {self.name!r} in {self.file} has element type {self.kind}; supported are {', '.join(DTYPES)}: "
                 "use the unquantised model"
             )
-        needed = math.prod(self.shape) * DTYPES[self.kind].itemsize
+        kind = DTYPES[self.kind]
+        needed = math.prod(self.shape) * kind.itemsize
         if needed != self.length:
             raise CheckpointError(f"tensor {self.name!r} in {self.file} has {self.length} bytes, not {needed}; {AGAIN}")
-        tensor = torch.empty(self.shape, dtype=DTYPES[self.kind])
+        if dtype is not None and dtype != kind:
+            # What is read only to be converted goes back to the system, not into a heap that keeps it.
+            stored = self.read(slab=Slab())
+            return stored.to(dtype) if slab is None else slab.empty(self.shape, dtype).copy_(stored)
+        tensor = torch.empty(self.shape, dtype=kind) if slab is None else slab.empty(self.shape, kind)
         try:
             with self.file.open("rb") as stream:
                 stream.seek(self.offset)
@@ -61,7 +67,7 @@ class StoredTensor:
             raise CheckpointError(f"tensor {self.name!r} in {self.file} cannot be read ({error}); {AGAIN}") from error
         if read != self.length:
             raise CheckpointError(f"{self.file} is truncated inside tensor {self.name!r}; {AGAIN}")
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
