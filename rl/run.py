@@ -15,14 +15,18 @@ import psutil
 
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
-from ..engine.errors import RequestError
+from ..engine.errors import ConfigError, RequestError
 from ..engine.memory_agent import MemoryAgent
-from .data import FileSource, Source
+from .agent_function import FunctionAgent, FunctionConfig
+from .data import DataConfig, FileSource, Source
 from .diagnostics import Diagnostics
 from .display import Display
+from .episodes import Agent
 from .log import RunLog
+from .rewards import Scorer
 from .rollout import Rollout
-from .run_config import RunConfig
+from .run_config import AnyData, RunConfig
+from .tasks import SlotsConfig
 from .trainer import StepReport, Trainer
 from .trajectory import Group, Problem
 
@@ -49,16 +53,17 @@ class Run:
         self.display = Display(config.rollout.steps, 0, config.rollout.problems)
         self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
         self.trainer = Trainer(self.engine, trainer_config)
-        self.agent = MemoryAgent(self.engine, config.agent)
-        self.rollout = Rollout(self.agent, config.reward.name, config.algorithm)
-        self.source: Source = FileSource(config.data, self.engine.tokenizer, self.notice)
+        self.agent = self._agent()
+        reward = Scorer(config.reward.name, timeout=config.reward.timeout, workers=config.reward.workers)
+        self.rollout = Rollout(self.agent, reward, config.algorithm)
+        self.source = self._source(config.data)
 
     def train(self) -> None:
         """Take the steps that are left."""
         config = self.config
         self.log.add("start", self.trainer.steps, {"config": dataclasses.asdict(config), "data": str(config.data)})
         self.display.tell(str(config.data))
-        with closing(self.log), self.display, self._warnings_logged():
+        with closing(self.log), closing(self.rollout.scorer), self.display, self._warnings_logged():
             while self.trainer.steps < config.rollout.steps:
                 self.step()
 
@@ -99,6 +104,19 @@ class Run:
         self.log.event(name, message, self._step)
         self.display.tell(f"{name}: {message}")
 
+    def _agent(self) -> Agent:
+        config = self.config.agent
+        if isinstance(config, FunctionConfig):
+            return FunctionAgent(self.engine, config)
+        return MemoryAgent(self.engine, config)
+
+    def _source(self, data: AnyData) -> Source:
+        if isinstance(data, DataConfig):
+            return FileSource(data, self.engine.tokenizer, self.notice)
+        if isinstance(data, SlotsConfig):
+            return data.source()
+        raise ConfigError("an oracle's examples are for objective 'sft'; see SupervisedRun")
+
     def _watched(self, groups: Generator[Group, None, None], seen: Diagnostics) -> Generator[Group, None, None]:
         with closing(groups):
             for group in groups:
@@ -113,9 +131,7 @@ class Run:
             problem = self.source.problem(self.position)
             self.position += 1
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the reading will say so
-                    self.agent.chunk_size(len(self.engine.tokenizer.encode(problem.question)))
+                self._require_room(problem)
             except RequestError as error:
                 self.notice("no room for a problem", f"problem {problem.id} is left out: {error}")
                 unfit += 1
@@ -124,6 +140,13 @@ class Run:
                 continue
             unfit = 0
             yield problem
+
+    def _require_room(self, problem: Problem) -> None:
+        """Raise RequestError for a question with which no turn of the memory agent fits."""
+        if isinstance(self.agent, MemoryAgent):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the reading will say so
+                self.agent.chunk_size(len(self.engine.tokenizer.encode(problem.question)))
 
     @contextmanager
     def _warnings_logged(self) -> Iterator[None]:

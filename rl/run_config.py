@@ -1,48 +1,50 @@
-"""RunConfig: everything that a training run is told, from YAML. Typed, and unknown keys are refused by name."""
+"""RunConfig: everything that a training run is told. Frozen and validated where it is made; config_file.py reads it."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
-
-import yaml
+from typing import Any
 
 from ..engine.config import (
     AgentConfig,
     EngineConfig,
+    FrozenDict,
     SamplingParams,
+    _frozen,
     _require,
+    _require_bool,
     _require_choice,
     _require_int,
+    _require_number,
+    _tuple,
 )
-from ..engine.errors import ConfigError
 from ..engine.lora import LoraConfig
-from ..engine.templates import Template
+from .agent_function import FunctionConfig
+from .checkpoint import CheckpointConfig
 from .config import AlgorithmConfig
 from .data import DataConfig
 from .optimizer import OptimizerConfig
+from .tasks import OracleConfig, SlotsConfig
 from .trainer_config import TrainerConfig
 
 __all__ = [
+    "AnyData",
+    "CurriculumConfig",
+    "EvalConfig",
     "LogConfig",
     "ModelOptions",
     "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
-    "load_config",
 ]
 
-T = TypeVar("T")
+OBJECTIVES = ("rl", "sft")
+WANDB_MODES = ("online", "offline")
 
-OBJECTIVES = ("rl",)
+AnyData = DataConfig | SlotsConfig | OracleConfig
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,40 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """name: one of rewards.REWARDS."""
+    """name, timeout, workers: see Scorer; a function of the user's own is "module:function"."""
 
     name: str = "boxed_exact"
+    timeout: float = 60.0
+    workers: int = 2
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Other data when it has been learnt: stages are keys of `data` that change, each beginning when the mean answer of
+    the last `steps` steps, all in the stage before it, reaches `reward` (shaping and dynamic sampling left aside)."""
+
+    stages: tuple[Mapping[str, Any], ...]
+    reward: float = 0.95
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        owner = "CurriculumConfig"
+        stages = _tuple(owner, "stages", self.stages)
+        _require(bool(stages), f"{owner}.stages must hold at least one mapping of keys of data that change")
+        object.__setattr__(self, "stages", tuple(_frozen(owner, "stages", stage) for stage in stages))
+        _require_number(owner, "reward", self.reward, -1e6, 1e6)
+        _require_int(owner, "steps", self.steps, 1)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     """steps: of the whole run. problems: rolled out for each. mini_batch: groups per update; None makes one update of
-    a step's groups."""
+    a step's groups. curriculum: None keeps to one kind of data."""
 
     steps: int = 100
     problems: int = 8
     mini_batch: int | None = None
+    curriculum: CurriculumConfig | None = None
 
     def __post_init__(self) -> None:
         _require_int("RolloutConfig", "steps", self.steps, 1)
@@ -88,12 +111,42 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """folder: of the run; log.jsonl and config.yaml are written there, and all that trackers keep."""
+    """folder: of all that the run writes; log.jsonl is there. trajectories: keep those of every step too, to look at
+    and to train from again. tensorboard: write its event files. wandb: a project of Weights & Biases; None leaves it
+    out. wandb_mode: "offline" writes what `wandb sync` sends later."""
 
     folder: str = "run"
+    trajectories: bool = False
+    tensorboard: bool = False
+    wandb: str | None = None
+    wandb_mode: str = "online"
 
     def __post_init__(self) -> None:
         _require(isinstance(self.folder, str), f"LogConfig.folder must be a path, got {self.folder!r}")
+        for name in ("trajectories", "tensorboard"):
+            _require_bool("LogConfig", name, getattr(self, name))
+        ok = self.wandb is None or isinstance(self.wandb, str)
+        _require(ok, f"LogConfig.wandb must be the name of a project or null, got {self.wandb!r}")
+        _require_choice("LogConfig", "wandb_mode", self.wandb_mode, WANDB_MODES)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """sets: data to evaluate on, by a name: the keys of `data` that change, a mapping for each set. every: steps from
+    one evaluation to the next; there is one before the first step and one after the last. problems: the first so many
+    of each set. sampling: greedy by default."""
+
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenDict)
+    every: int = 10
+    problems: int = 32
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+
+    def __post_init__(self) -> None:
+        sets = _frozen("EvalConfig", "sets", self.sets)
+        frozen = {name: _frozen("EvalConfig", f"sets.{name}", changes) for name, changes in sets.items()}
+        object.__setattr__(self, "sets", FrozenDict(frozen))
+        for name in ("every", "problems"):
+            _require_int("EvalConfig", name, getattr(self, name), 1)
 
 
 def _training_agent() -> AgentConfig:
@@ -103,21 +156,54 @@ def _training_agent() -> AgentConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """The top keys of the YAML. What a section leaves out has the default of its class; agent.sampling that of
-    training, temperature 1 without a filter."""
+    training, temperature 1 without a filter.
 
-    data: DataConfig
+    data: rows of files, or with the key "task" a generated task of tasks.TASKS. agent: the memory agent, or with the
+    key "function" an agent of the user's own. objective: "rl", or "sft" on the examples of an oracle, rollout.problems
+    of them in each step.
+    """
+
+    data: AnyData
     model: ModelOptions = field(default_factory=ModelOptions)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    agent: AgentConfig = field(default_factory=_training_agent)
+    agent: AgentConfig | FunctionConfig = field(default_factory=_training_agent)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     objective: str = "rl"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         _require_choice("RunConfig", "objective", self.objective, OBJECTIVES)
+        supervised = isinstance(self.data, OracleConfig)
+        _require(
+            supervised == (self.objective == "sft"),
+            f"objective {self.objective!r} does not go with the data given: 'sft' takes a task with an oracle, as "
+            "data.task=slots_oracle, and 'rl' takes problems",
+        )
+
+    @property
+    def data_changes(self) -> dict[str, Mapping[str, Any]]:
+        """Keys of `data` that are changed elsewhere, by where."""
+        curriculum = self.rollout.curriculum
+        stages = () if curriculum is None else curriculum.stages
+        changes = {f"rollout.curriculum.stages[{i}]": stage for i, stage in enumerate(stages)}
+        return changes | {f"eval.sets.{name}": change for name, change in self.eval.sets.items()}
+
+    @property
+    def stages(self) -> tuple[AnyData, ...]:
+        """The data, and then what each stage of the curriculum makes of it."""
+        curriculum = self.rollout.curriculum
+        stages = () if curriculum is None else curriculum.stages
+        return (self.data, *(dataclasses.replace(self.data, **stage) for stage in stages))
+
+    @property
+    def eval_sets(self) -> dict[str, AnyData]:
+        """What is evaluated on, by name."""
+        return {name: dataclasses.replace(self.data, **changes) for name, changes in self.eval.sets.items()}
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -132,128 +218,3 @@ class RunConfig:
             lora=self.model.lora,
             reference=self.model.reference,
         )
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From parsed YAML. Raises ConfigError for unknown keys, naming the nearest, and values."""
-        return _built(cls, values, "")
-
-
-def load_config(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file. changes: "a.b=c" each, c being YAML, set after the file was read.
-
-    Numbers are those of YAML 1.2: 1e-6 is one. Raises ConfigError for a file that cannot be read, is no YAML, or names
-    a key twice, and as RunConfig.from_mapping does.
-    """
-    values = _parsed(_text(path), str(path))
-    for change in changes:
-        key, separator, value = change.partition("=")
-        _require(bool(separator and key), f"--set takes key=value, as in optimizer.learning_rate=1e-5; got {change!r}")
-        _put(values, key, yaml.load(value, _Loader))
-    return RunConfig.from_mapping(values)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, with floats as YAML 1.2 has them, and without keys that hide one another."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"the key {key!r} stands twice{node.start_mark}; which one counts is not guessed")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?((\.\d+|\d+\.\d*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$"),
-    list("-+.0123456789"),
-)
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeError as error:
-        raise ConfigError(f"the configuration {path} is not UTF-8 ({error})") from error
-
-
-def _parsed(text: str, place: str) -> dict[str, Any]:
-    try:
-        values = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{place} is no YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{place} must map the keys {', '.join(_names(RunConfig))}, got {values!r:.60}")
-    return values
-
-
-def _put(values: dict[str, Any], path: str, value: object) -> None:
-    *parents, last = path.split(".")
-    for parent in parents:
-        below = values.setdefault(parent, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"--set {path}: {parent} is {below!r:.60}, which holds no keys")
-        values = below
-    values[last] = value
-
-
-def _built(kind: type[T], values: object, path: str, default: T | None = None) -> T:
-    """A dataclass from a mapping, section by section; what is left out is that of `default`, or the class's own."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path} must hold a mapping with keys of {', '.join(_names(kind))}, got {values!r:.60}")
-    known = _names(kind)
-    is_algorithm = kind is AlgorithmConfig  # has presets, which are no field
-    for key in values:
-        if key not in known and not (is_algorithm and key == "preset"):
-            _unknown(str(key), known, path)
-    hints = typing.get_type_hints(kind, localns={"Template": Template})
-    given: dict[str, Any] = {}
-    for key, value in values.items():
-        section = _section(hints.get(key))
-        below = f"{path}.{key}" if path else key
-        if section is None or (value is None and type(None) in typing.get_args(hints[key])):
-            given[key] = value
-        else:
-            given[key] = _built(section, value, below, _default(kind, key, default))
-    try:
-        if is_algorithm:
-            return typing.cast(T, AlgorithmConfig.from_mapping(given))
-        return kind(**given) if default is None else dataclasses.replace(default, **given)  # type: ignore[type-var]
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
-    except TypeError as error:
-        raise ConfigError(f"{path or 'the configuration'} lacks a key without a default: {error}") from error
-
-
-def _names(kind: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind)]
-
-
-def _unknown(key: str, known: list[str], path: str) -> None:
-    near = difflib.get_close_matches(key, known, n=1)
-    before = f"{path}." if path else ""
-    hint = f"did you mean {before}{near[0]}?" if near else f"known keys: {', '.join(known)}"
-    raise ConfigError(f"there is no key {before}{key}; {hint}")
-
-
-def _section(hint: object) -> type[Any] | None:
-    """The dataclass that a field holds, None for a field that holds none."""
-    kinds = set(typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,))
-    kinds.discard(type(None))
-    kind = kinds.pop()
-    return kind if not kinds and isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
-
-
-def _default(kind: type, key: str, default: object | None) -> Any:
-    """What a section that is given in part is filled up with: None where its class has no instance by default."""
-    if default is not None:
-        return getattr(default, key)
-    [f] = [f for f in dataclasses.fields(kind) if f.name == key]
-    return None if f.default_factory is dataclasses.MISSING else f.default_factory()

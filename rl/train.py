@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .config_file import load_config
 from .run import Run
-from .run_config import load_config
 
 __all__ = ["run"]
 

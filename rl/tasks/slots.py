@@ -53,6 +53,10 @@ class SlotsConfig:
         _require(self.keys <= MOST_KEYS, f"{owner}.keys must be at most {MOST_KEYS}, got {self.keys}")
         _require_choice(owner, "variant", self.variant, tuple(VARIANTS))
 
+    def source(self) -> Slots:
+        """The problems of this configuration."""
+        return Slots(self)
+
 
 class Slots:
     """The documents of a configuration, without end: problem i is the same wherever and whenever it is asked for."""

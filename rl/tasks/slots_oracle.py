@@ -57,6 +57,10 @@ class OracleConfig:
         for name in ("noise", "bias", "finals"):
             _require_number(owner, name, getattr(self, name), 0.0, 1.0)
 
+    def examples(self, agent: MemoryAgent) -> SlotsOracle:
+        """The examples of this configuration, in the prompts of an agent."""
+        return SlotsOracle(agent, self)
+
 
 class SlotsOracle:
     """Examples without end, in the prompts of an agent: example i is the same wherever and whenever it is asked for."""

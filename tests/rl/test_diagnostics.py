@@ -43,7 +43,12 @@ def test_several_answers_no_answer_and_no_memory() -> None:
     seen = Diagnostics()
     seen.add(group([], ["the mate"], answers=("captain", "first mate", "mate", "the")))
     seen.add(group(["keeper"], answers=()))
-    assert (seen.trajectories, seen.found, seen.kept, seen.answers) == (2, 1, 1, 3)
+    assert (seen.trajectories, seen.found, seen.kept) == (1, 1, 1)  # who reads nothing can keep nothing
+    seen = Diagnostics()
+    seen.add(
+        Group([Trajectory([turn(0, "keeper", "call")], 0.0, 0.0)], SamplingParams(), 0, problem=Problem("", "?", ()))
+    )
+    assert seen.record() == {"call_tokens": [6.0], "call_cut": [0.0]}
 
 
 def test_ranks_add_up() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from palimpsest.cli import main
+from palimpsest.rl.config_file import load_config
 from palimpsest.rl.log import read_log
 from palimpsest.rl.run import Run
-from palimpsest.rl.run_config import load_config
 from palimpsest.tests.tiny_models import make_model_folder
 
 

@@ -8,8 +8,11 @@ import pytest
 from palimpsest.engine.config import AgentConfig, SamplingParams
 from palimpsest.engine.errors import ConfigError
 from palimpsest.engine.lora import LoraConfig
+from palimpsest.rl.agent_function import FunctionConfig
 from palimpsest.rl.config import AlgorithmConfig
-from palimpsest.rl.run_config import RunConfig, load_config
+from palimpsest.rl.config_file import load_config
+from palimpsest.rl.run_config import RunConfig
+from palimpsest.rl.tasks import SlotsConfig
 
 YAML = """
 model: {path: m, engine: {max_context: 1024}, lora: {rank: 4}}
@@ -35,6 +38,27 @@ def test_sections_become_the_configurations_that_the_parts_take(tmp_path: Path) 
     assert config.optimizer.learning_rate == 1e-5 and config.optimizer.betas == (0.9, 0.99)
     assert config.optimizer.clip is None and config.data.path == ("train.jsonl",) and config.data.shuffle
     assert config.rollout.steps == 5 and config.trainer.lora == config.model.lora
+
+
+def test_a_key_says_what_kind_of_data_and_agent_is_meant(tmp_path: Path) -> None:
+    tokens = ("rollout.curriculum.stages=[{tokens: 512}, {tokens: 2048}]", "eval.sets={long: {tokens: 4096, seed: 1}}")
+    config = load(tmp_path, "data: {task: slots, tokens: 128}\nagent: {function: 'my:agent'}", *tokens)
+    assert config.agent == FunctionConfig("my:agent") and config.data == SlotsConfig(tokens=128)
+    assert [data.tokens for data in config.stages if isinstance(data, SlotsConfig)] == [128, 512, 2048]
+    assert config.eval_sets == {"long": SlotsConfig(seed=1, tokens=4096)}
+    agent = load(tmp_path, YAML, "agent.template=['a', '{problem}', '{memory}', '{chunk}']").agent
+    assert isinstance(agent, AgentConfig) and agent.sampling.seed == 7
+    for change, message in (
+        ("data.task=slot", "data.task must be one of slots, "),
+        ("data.shuffle=true", "no key data.shuffle"),
+        ("data.tokens=100", "data: SlotsConfig.tokens must be a multiple"),
+        ("eval.sets.long.token=3", "no key eval.sets.long.token; did you mean eval.sets.long.tokens"),
+        ("rollout.curriculum.stages=[{tokens: 3}]", "tokens must be"),
+        ("rollout.curriculum.stages=[]", "stages must hold at least one"),
+        ("agent.timeout=-1", "agent: FunctionConfig.timeout must be"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, "data: {task: slots}\nagent: {function: 'my:agent'}", *tokens, change)
 
 
 @pytest.mark.parametrize(
