@@ -122,7 +122,7 @@ def _sections(stage: Stage, chosen: Options, works: Sequence[Work], opened: Work
         Section(f"first{first.name}", ("closed", "open"), partial(_first_token, stage, first)),
         Section(f"group{GROUP}.{GROUP_CHUNK}", ("chunk_first", "memory_first"), partial(_group, stage)),
         Section(f"carry{CARRY.name}", tuple(CARRIES), partial(_carried, stage, CARRY)),
-        Section(f"endurance.{TURNS}", (), lambda _: _endurance(stage.ours, chosen.threads)),
+        Section(f"endurance.{TURNS}", (), lambda _: _endurance(stage.ours)),
         Section(f"workload.{WORKLOAD['chunk']}", (), workload),
     ]
 
@@ -266,8 +266,8 @@ def _carried(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
     return rows, []
 
 
-def _endurance(ours: Ours, threads: int) -> Part:
-    found = endurance(ours.engine, TURNS, threads)
+def _endurance(ours: Ours) -> Part:
+    found = endurance(ours.engine, TURNS)
     print(f"{TURNS} turns of a tiny model, the first and the last hundred: {found}")
     cpu, resident = found.first_seconds / found.last_seconds, found.first_bytes / found.last_bytes
     return [], [

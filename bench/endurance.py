@@ -41,12 +41,23 @@ class Endurance:
         )
 
 
-def endurance(engine: Engine, turns: int, threads: int) -> Endurance:
-    """Read `turns` chunks in a row with a tiny random model that has the tokenizer of `engine`."""
+def endurance(engine: Engine, turns: int) -> Endurance:
+    """Read `turns` chunks in a row with a tiny random model that has the tokenizer of `engine`.
+
+    On one thread: CPU time would count how long a second one waits for work, which depends on the machine's mood.
+    """
+    threads = torch.get_num_threads()
+    try:
+        return _endurance(engine, turns)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _endurance(engine: Engine, turns: int) -> Endurance:
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as place:
         model = tiny_model(engine, Path(place) / "model")
-        ours = Ours(str(model), VARIANTS["float32"], sequences=2, longest=1024, threads=threads, drafts=True)
+        ours = Ours(str(model), VARIANTS["float32"], sequences=2, longest=1024, threads=1, drafts=True)
     reading = ForcedReading(
         ours.engine, memory=MEMORY, chunk=CHUNK, right=RIGHT, drafts=True, open_prompt=True, seed=80_000
     )

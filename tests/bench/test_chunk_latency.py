@@ -4,6 +4,7 @@ import json
 from array import array
 
 import pytest
+import torch
 from palimpsest.bench import chunk_latency, limits
 from palimpsest.bench.carrying import price
 from palimpsest.bench.chunk_latency import Work
@@ -138,7 +139,9 @@ def test_readings_take_turns_without_disturbing_each_other(ours):
 
 def test_endurance_compares_the_first_turns_with_the_last(ours, monkeypatch):
     monkeypatch.setattr("palimpsest.bench.endurance.STRETCH", 2)
-    found = endurance(ours.engine, 5, 1)
+    torch.set_num_threads(2)
+    found = endurance(ours.engine, 5)
+    assert torch.get_num_threads() == 2
     assert 0 < found.first_seconds < 60
     assert found.last_bytes >= found.first_bytes * 0.5 > 0
 
