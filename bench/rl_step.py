@@ -28,7 +28,8 @@ from ..engine.memory_agent import MemoryAgent
 from ..rl.config import AlgorithmConfig
 from ..rl.optimizer import OptimizerConfig
 from ..rl.rollout import Rollout
-from ..rl.trainer import StepReport, Trainer
+from ..rl.step_report import StepReport
+from ..rl.trainer import Trainer
 from ..rl.trainer_config import TrainerConfig
 from ..rl.trajectory import Problem
 

@@ -83,20 +83,22 @@ class FunctionAgent:
         return next(episode for *_, episode in self.episodes([problem], 1, first_sample=sample))
 
     def episodes(
-        self, problems: Iterable[Problem], n: int, *, first_sample: int = 0
+        self, problems: Iterable[Problem], n: int, *, first_sample: int = 0, stride: int | None = None
     ) -> Generator[tuple[int, int, Episode], None, None]:
         """Work on each of many problems n times; -> (number of the problem, place in its group, episode) as they end.
 
-        Run i of problem t has the sample index first_sample + t * n + i. Problems are taken as places become free, as
-        many as the engine has for sequences. Closing the generator ends what is under way. Raises RequestError where an
-        event loop runs already, and when a response ends in an error of the engine's.
+        Run i of problem t has the sample index first_sample + t * stride + i; stride is n where it is not given.
+        Problems are taken as places become free, as many as the engine has for sequences. Closing the generator ends
+        what is under way. Raises RequestError where an event loop runs already, and when a response ends in an error of
+        the engine's.
         """
+        stride = n if stride is None else stride
         arriving = enumerate(copy for problem in problems for copy in _copies(problem, n))
         most = self.engine.config.max_sequences
         with closing(AgentLoop(self.engine, self.config.timeout)) as loop:
             while True:
                 for place, problem in islice(arriving, most - len(loop)):
-                    llm = LLM(loop, self.config.sampling, first_sample + place)
+                    llm = LLM(loop, self.config.sampling, first_sample + place // n * stride + place % n)
                     loop.start(LiveAgent(self._function, problem, llm, place))
                 if not len(loop):
                     return

@@ -17,17 +17,17 @@ Agent = MemoryAgent | FunctionAgent
 
 
 def episodes(
-    agent: Agent, problems: Sequence[Problem], n: int, *, first_sample: int = 0
+    agent: Agent, problems: Sequence[Problem], n: int, *, first_sample: int = 0, stride: int | None = None
 ) -> Generator[tuple[int, int, Episode], None, None]:
     """Let an agent work on each problem n times; -> (number of the problem, place in its group, episode) as they end.
 
     Sample indices, closing and errors: see MemoryAgent.rollouts and FunctionAgent.episodes.
     """
     if isinstance(agent, FunctionAgent):
-        yield from agent.episodes(problems, n, first_sample=first_sample)
+        yield from agent.episodes(problems, n, first_sample=first_sample, stride=stride)
         return
     tasks = [(problem.document, problem.question) for problem in problems]
-    with closing(agent.rollouts(tasks, n, first_sample=first_sample)) as readings:
+    with closing(agent.rollouts(tasks, n, first_sample=first_sample, stride=stride)) as readings:
         for task, place, reading in readings:
             yield task, place, _episode(reading, agent.config)
 

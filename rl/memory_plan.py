@@ -41,17 +41,22 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: ModelConfig, engine: EngineConfig, config: TrainerConfig, available: int | None = None, adapters: int = 0
+    model: ModelConfig,
+    engine: EngineConfig,
+    config: TrainerConfig,
+    available: int | None = None,
+    adapters: int = 0,
+    ranks: int = 1,
 ) -> MemoryPlan:
     """Plan a training run; make the Engine with the plan's engine_config.
 
     engine: its kv_bytes is the size of the KV pool; None gives the pool what is left, at most max_sequences full
     windows. available: bytes for everything; None is what is free now, before the model is loaded. adapters: numbers
-    in adapters that the model has already.
+    in adapters that the model has already. ranks: that share the optimizer's state; the plan is that of one.
     Raises ConfigError with all numbers when it does not fit, or leaves the pool no window.
     """
     available = int(SLACK * available_bytes(torch.device("cpu"))) if available is None else available
-    parts = _parts(model, engine, config, adapters)
+    parts = _parts(model, engine, config, adapters, ranks)
     kv_dtype = getattr(torch, engine.kv_dtype or ("float64" if engine.dtype == "float64" else "float32"))
     page = page_bytes(model, engine.page_size, kv_dtype)
     window = -(-(engine.max_context or model.max_position) // engine.page_size) * page
@@ -67,7 +72,9 @@ def plan_memory(
     return plan
 
 
-def _parts(model: ModelConfig, engine: EngineConfig, config: TrainerConfig, adapters: int) -> dict[str, int]:
+def _parts(
+    model: ModelConfig, engine: EngineConfig, config: TrainerConfig, adapters: int, ranks: int
+) -> dict[str, int]:
     shapes = parameter_shapes(model)
     item = getattr(torch, engine.dtype).itemsize
     wide = 8 if engine.dtype == "float64" else 4  # bytes of an activation, and of what is summed up
@@ -81,8 +88,8 @@ def _parts(model: ModelConfig, engine: EngineConfig, config: TrainerConfig, adap
         "weights": weights * item + adapters * wide,
         "reference": weights * item * copied,
         "gradients": trained * summed + max(map(math.prod, shapes.values())) * wide,  # and one on its way
-        "master weights": trained * wide * has_masters,
-        "moments": 2 * trained * summed,
+        "master weights": -(-trained // ranks) * wide * has_masters,
+        "moments": 2 * -(-trained // ranks) * summed,
         "activations": config.train_tokens * _row_elements(model, config.recompute) * wide,
         "head tile": 2 * ROWS * model.vocab_size * wide,
     }

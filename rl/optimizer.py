@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..engine.config import _require, _require_bool, _require_choice, _require_int, _require_number, _tuple
 from ..engine.errors import CheckpointError
+from .process_group import ProcessGroup
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
@@ -80,6 +81,9 @@ class OptimizerConfig:
 class Optimizer:
     """Holds the moments, and the master weights where there are any; the parameters stay where they are.
 
+    Of several ranks each holds those of some parameters, whole ones (ZeRO stage 1, arXiv 1910.02054): it is given their
+    gradients, updates them, and gives them to the others. So the state of a run fits any number of ranks.
+
     updates: how many were made.
     """
 
@@ -87,22 +91,28 @@ class Optimizer:
         self,
         parameters: Sequence[nn.Parameter],
         config: OptimizerConfig,
+        process_group: ProcessGroup | None = None,
         norm: Callable[[Gradients], float] | None = None,
     ) -> None:
-        """parameters: those to train; they must want gradients. norm: of their gradients, where these are parts of
-        larger ones."""
+        """parameters: those to train, the same on all ranks; they must want gradients. norm: of gradients of theirs,
+        where these are parts of larger ones."""
         self.config = config
         self._norm = _norm if norm is None else norm
         self.updates = 0
+        self._ranks = ProcessGroup() if process_group is None else process_group
         self._parameters = list(parameters)
         for parameter in self._parameters:
             if self._has_master(parameter):
                 parameter.grad_dtype = torch.float32  # sums over many backward passes would lose their small parts
-        self._masters: list[Tensor] = [
-            parameter.detach().float() if self._has_master(parameter) else parameter for parameter in self._parameters
-        ]
+        self._owners = _owners([parameter.numel() for parameter in self._parameters], self._ranks.size)
+        self._masters: dict[int, Tensor] = {  # by the place of the parameter
+            place: parameter.detach().float() if self._has_master(parameter) else parameter
+            for place, parameter in enumerate(self._parameters)
+            if self._owners[place] == self._ranks.rank
+        }
+        own = [{"params": list(self._masters.values())}]  # a rank may have none
         self._adam = torch.optim.AdamW(
-            self._masters, config.learning_rate, config.betas, config.epsilon, config.weight_decay, fused=True
+            own, config.learning_rate, config.betas, config.epsilon, config.weight_decay, fused=True
         )
 
     def _has_master(self, parameter: nn.Parameter) -> bool:
@@ -115,44 +125,70 @@ class Optimizer:
         A norm that is not finite updates nothing.
         """
         config, rate = self.config, self.config.rate(self.updates)
-        norm = self._norm([parameter.grad for parameter in self._parameters]) / denominator
+        self._sum_gradients()
+        own = self._norm([self._parameters[p].grad if p in self._masters else None for p in range(len(self._owners))])
+        norm = math.hypot(*self._ranks.gather(own)) / denominator
         if math.isfinite(norm):
             shrink = 1.0 if config.clip is None else min(config.clip / norm, 1.0) if norm > 0 else 1.0
-            for master, parameter in zip(self._masters, self._parameters, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad *= shrink / denominator
-                    master.grad = parameter.grad.to(master.dtype)
+            for place, master in self._masters.items():
+                grad = self._parameters[place].grad
+                if grad is not None:
+                    grad *= shrink / denominator
+                    master.grad = grad.to(master.dtype)
             self._adam.param_groups[0]["lr"] = rate
             self._adam.step()
-            for master, parameter in zip(self._masters, self._parameters, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
+            for place, master in self._masters.items():
+                if master is not self._parameters[place]:
+                    self._parameters[place].copy_(master)
+            for owner, places in enumerate(self._places()):
+                self._ranks.broadcast([self._parameters[place] for place in places], owner)
             self.updates += 1
         self.forget()
         return norm, rate
 
+    def _places(self) -> list[list[int]]:
+        """Of each rank's parameters."""
+        return [[p for p, owner in enumerate(self._owners) if owner == rank] for rank in range(self._ranks.size)]
+
+    def _sum_gradients(self) -> None:
+        """Over all ranks, each parameter's on its owner; a rank that has none adds 0."""
+        if self._ranks.size == 1:
+            return
+        has = self._ranks.gather([parameter.grad is not None for parameter in self._parameters])
+        for owner, places in enumerate(self._places()):
+            used = [self._parameters[place] for place in places if any(rank[place] for rank in has)]
+            grads = [self._zeros(parameter) if parameter.grad is None else parameter.grad for parameter in used]
+            self._ranks.reduce(grads, owner)
+            for parameter, grad in zip(used, grads, strict=True):
+                parameter.grad = grad if owner == self._ranks.rank else None
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        return torch.zeros_like(parameter, dtype=torch.float32 if self._has_master(parameter) else None)
+
     def forget(self) -> None:
         """Drop what gradients there are."""
-        for tensor in (*self._parameters, *self._masters):
+        for tensor in (*self._parameters, *self._masters.values()):
             tensor.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the next updates depend on besides the parameters: their count, and by the place of each parameter its
-        moments and its master. The tensors are the optimizer's own."""
+        moments and its master, of those that this rank holds. The tensors are the optimizer's own."""
         state = {"updates": torch.tensor(self.updates, dtype=torch.float64)}
-        for place, (master, parameter) in enumerate(zip(self._masters, self._parameters, strict=True)):
+        for place, master in self._masters.items():
             state |= {f"{place}.{name}": self._adam.state[master][name] for name in MOMENTS if self._adam.state[master]}
-            if master is not parameter:
+            if master is not self._parameters[place]:
                 state[f"{place}.master"] = master
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on as the optimizer went on that gave this state; tensors are copied one at a time.
+        """Go on as the optimizer went on that gave this state, or those that gave it together on several ranks; tensors
+        are copied one at a time.
 
         Raises CheckpointError when it is that of other parameters.
         """
-        for place, (master, parameter) in enumerate(zip(self._masters, self._parameters, strict=True)):
+        for place, master in self._masters.items():
+            parameter = self._parameters[place]
             moments = {name: state[f"{place}.{name}"].clone() for name in MOMENTS if f"{place}.{name}" in state}
             copied = dict(moments)
             if master is not parameter:
@@ -176,3 +212,12 @@ class Optimizer:
 
 def _norm(gradients: Gradients) -> float:
     return float(nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None]))
+
+
+def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that holds each of the parameters: the largest first, each to the rank that has least."""
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners

@@ -18,7 +18,8 @@ from typing import Any
 from ..engine.config import SamplingParams
 from ..engine.errors import TraceError
 from ..engine.trace import turn_from, turn_values
-from .trainer import StepReport, Trainer
+from .step_report import StepReport
+from .trainer import Trainer
 from .trajectory import Group, Trajectory
 
 __all__ = ["dumped", "read_step", "replay"]
@@ -36,7 +37,7 @@ def dumped(groups: Generator[Group, None, None], folder: str | Path, step: int) 
             if not number:
                 file.write({"format": FORMAT, "step": step, "sampling": dataclasses.asdict(group.sampling)})
             for trajectory in group.trajectories:
-                file.write(_line(number, group, trajectory))
+                file.write(_line(number if group.place is None else group.place, group, trajectory))
             yield group
 
 
@@ -118,9 +119,9 @@ class _StepFile:
             raise TraceError(f"cannot write the trajectories {self._target}: {error.strerror}") from error
 
 
-def _line(number: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
+def _line(place: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
     return {
-        "group": number,
+        "group": place,
         "weights_version": group.weights_version,
         "reward": trajectory.reward,
         "correct": trajectory.correct,
@@ -134,7 +135,8 @@ def _group(place: Path, members: list[tuple[int, dict[str, Any]]], sampling: Sam
         with _told(place, number):
             turns, version = [turn_from(turn) for turn in values["turns"]], values["weights_version"]
             trajectories.append(Trajectory(turns, values["reward"], values["correct"]))
-    return Group(trajectories, sampling, version)
+            group = values["group"]
+    return Group(trajectories, sampling, version, group)
 
 
 def _parsed(place: Path, number: int, line: str) -> dict[str, Any]:

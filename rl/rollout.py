@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +17,7 @@ from .agent_function import FunctionAgent
 from .config import AlgorithmConfig
 from .episodes import Agent, episodes
 from .failures import Failures
+from .process_group import ProcessGroup
 from .rewards import Reward, Score, Scorer, wait_for_any
 from .trajectory import Episode, Group, Problem, Trajectory, require_policy
 
@@ -26,55 +27,74 @@ __all__ = ["Rollout"]
 class Rollout:
     """Samples groups with an agent.
 
+    Ranks deal the problems of a round out among them, one after the other; together they draw what one alone would.
+
     samples: trajectories begun so far; it is the sample index of the next, so no two draw the same random numbers.
-    scorer: the reward, and how often it failed. rolled: groups that ended so far, those left out included.
+    rolled: groups of the rounds that ended so far, those left out included. Both are those of all ranks.
+    scorer: the reward, and how often it failed on this rank.
     """
 
-    def __init__(self, agent: Agent, reward: str | Reward | Scorer, algorithm: AlgorithmConfig) -> None:
-        """reward: a Scorer, or what one is made of. Raises ConfigError for an agent that keeps no turns, what is
-        trained on, that samples with more than a temperature, or that carries KV on: the trainer would compute other
-        log-probabilities."""
+    def __init__(
+        self,
+        agent: Agent,
+        reward: str | Reward | Scorer,
+        algorithm: AlgorithmConfig,
+        process_group: ProcessGroup | None = None,
+        deterministic: bool = True,
+    ) -> None:
+        """reward: a Scorer, or what one is made of. deterministic: a group that ends early waits for those before it,
+        so that gradients add up in one order, whatever is fast and what is slow.
+
+        Raises ConfigError for an agent that keeps no turns, what is trained on, that samples with more than a
+        temperature, or that carries KV on: the trainer would compute other log-probabilities.
+        """
         if isinstance(agent, MemoryAgent):
             _require_exact(agent)
         require_policy(agent.config.sampling)
         self.agent, self.algorithm = agent, algorithm
         self.scorer = reward if isinstance(reward, Scorer) else Scorer(reward)
+        self.deterministic = deterministic
+        self._ranks = ProcessGroup() if process_group is None else process_group
         self.samples = self.rolled = 0
 
     def groups(self, problems: Iterable[Problem], wanted: int) -> Generator[Group, None, None]:
-        """Roll out `wanted` problems side by side; a group comes when it is complete, while others still run.
+        """Roll out `wanted` problems side by side; -> this rank's groups, each when it is complete, while others run.
 
-        problems: an iterator goes on where the last call stopped, a list begins anew.
+        problems: an iterator goes on where the last call stopped, a list begins anew. The same on all ranks.
 
-        With dynamic sampling groups whose answers are all right or all wrong are left out, and as many further problems
-        are taken, max_refills times; when then there is no group at all, it warns and gives those left out. Fewer come
-        when problems run out. Closing the generator ends what still rolls out.
+        With dynamic sampling groups whose answers are all right or all wrong are left out, and further problems are
+        taken for their places, max_refills times; when then there is no group at all, it warns and gives those of the
+        first round. Fewer come when problems run out. Closing the generator ends what still rolls out.
         Raises ConfigError for `wanted` below 1, RequestError for a problem that is no Problem and as MemoryAgent.read
-        does.
+        does, RankError when another rank has failed.
         """
         _require_int("Rollout.groups", "wanted", wanted, 1)
         source = iter(problems)
         if not self.algorithm.dynamic_sampling:
-            yield from self._roll(list(islice(source, wanted)))
+            yield from self._round(list(islice(source, wanted)), range(wanted))
             return
-        given, dull = 0, list[Group]()
-        for _ in range(1 + self.algorithm.max_refills):
-            chosen = list(islice(source, wanted - given))
-            for group in self._roll(chosen):
+        places, dull, tried = list(range(wanted)), list[Group](), 0
+        for refills in range(1 + self.algorithm.max_refills):
+            chosen, filled = list(islice(source, len(places))), list[int | None]()
+            tried += len(chosen)
+            for group in self._round(chosen, places):
                 if is_mixed(_correct(group)):
-                    given += 1
+                    filled.append(group.place)
                     yield group
-                else:
+                elif not refills:
                     dull.append(group)
-            if given == wanted or not chosen:
+            taken = {place for rank in self._ranks.gather(filled) for place in rank}
+            places = [place for place in places if place not in taken]
+            if not places or not chosen:
                 break
-        if not given and dull:
-            warnings.warn(
-                f"of {len(dull)} groups none has both right and wrong answers, so no reward teaches anything; "
-                "if it goes on, choose easier or harder problems or a larger group_size",
-                stacklevel=2,
-            )
-            yield from dull[:wanted]
+        if len(places) == wanted and tried:
+            if self._ranks.main:
+                warnings.warn(
+                    f"of {tried} groups none has both right and wrong answers, so no reward teaches anything; "
+                    "if it goes on, choose easier or harder problems or a larger group_size",
+                    stacklevel=2,
+                )
+            yield from dull
 
     @property
     def failures(self) -> dict[str, int]:
@@ -96,17 +116,27 @@ class Rollout:
         agents = [("agent", self.agent.failures)] if isinstance(self.agent, FunctionAgent) else []
         return [*agents, ("reward", self.scorer.failures)]
 
-    def _roll(self, problems: list[Problem]) -> Iterator[Group]:
-        size = self.algorithm.group_size
+    def _round(self, problems: list[Problem], places: Sequence[int]) -> Iterator[Group]:
+        """Roll out what is this rank's of the problems that are meant for these places of the step."""
         for problem in problems:
             if not isinstance(problem, Problem):
                 raise RequestError(f"problems are rl.trajectory.Problem, got {problem!r:.60}")
+        size, rank = self.algorithm.group_size, self._ranks.rank
         first, self.samples = self.samples, self.samples + size * len(problems)
-        open_groups = {task: _OpenGroup(problem, size, {}) for task, problem in enumerate(problems)}
+        own = slice(rank, len(problems), self._ranks.size)
+        with closing(self._roll(problems[own], places[own], first + size * rank)) as groups:
+            yield from _in_order(groups, places[own]) if self.deterministic else groups
+        self.rolled += len(problems)
+
+    def _roll(self, problems: list[Problem], places: Sequence[int], first_sample: int) -> Generator[Group, None, None]:
+        """-> groups as they are complete."""
+        size = self.algorithm.group_size
+        stride = size * self._ranks.size
+        open_groups = {task: _OpenGroup(problem, size, places[task], {}) for task, problem in enumerate(problems)}
         try:
-            with closing(episodes(self.agent, problems, size, first_sample=first)) as arriving:
-                for task, place, episode in arriving:
-                    open_groups[task].members[place] = episode, self._score(episode, problems[task])
+            with closing(episodes(self.agent, problems, size, first_sample=first_sample, stride=stride)) as arriving:
+                for task, number, episode in arriving:
+                    open_groups[task].members[number] = episode, self._score(episode, problems[task])
                     yield from self._closed(open_groups)
             while open_groups:
                 wait_for_any([score for group in open_groups.values() for score in group.scores])
@@ -124,12 +154,10 @@ class Rollout:
     def _closed(self, open_groups: dict[int, _OpenGroup]) -> Iterator[Group]:
         """Take those out that are complete, with all their scores."""
         for task in [task for task, group in open_groups.items() if group.complete]:
-            group = open_groups.pop(task)
-            members = group.members
-            trajectories = [self._trajectory(*members[place]) for place in range(len(members))]
-            self.rolled += 1
+            ended = open_groups.pop(task)
+            trajectories = [self._trajectory(*ended.members[number]) for number in range(ended.size)]
             version = self.agent.engine.weights_version
-            yield Group(trajectories, self.agent.config.sampling, version, problem=group.problem)
+            yield Group(trajectories, self.agent.config.sampling, version, ended.place, ended.problem)
 
     def _trajectory(self, episode: Episode, score: Score | float) -> Trajectory:
         correct = score.value() if isinstance(score, Score) else score
@@ -139,10 +167,11 @@ class Rollout:
 
 @dataclass
 class _OpenGroup:
-    """A group in the making. members: by place, episodes that have ended, with their scores."""
+    """A group in the making. place: in the step. members: by number, episodes that have ended, with their scores."""
 
     problem: Problem
     size: int
+    place: int
     members: dict[int, tuple[Episode, Score | float]]
 
     @property
@@ -170,3 +199,14 @@ def _require_exact(agent: MemoryAgent) -> None:
 
 def _correct(group: Group) -> list[float]:
     return [trajectory.correct for trajectory in group.trajectories]
+
+
+def _in_order(groups: Iterator[Group], places: Sequence[int]) -> Iterator[Group]:
+    """Hold back each until those of the places before it have come."""
+    expected, early = iter(places), dict[int | None, Group]()
+    following = next(expected, None)
+    for group in groups:
+        early[group.place] = group
+        while following in early:
+            yield early.pop(following)
+            following = next(expected, None)

@@ -26,8 +26,9 @@ from .log import RunLog
 from .rewards import Scorer
 from .rollout import Rollout
 from .run_config import AnyData, RunConfig
+from .step_report import StepReport
 from .tasks import SlotsConfig
-from .trainer import StepReport, Trainer
+from .trainer import Trainer
 from .trajectory import Group, Problem
 
 __all__ = ["Run"]

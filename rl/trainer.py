@@ -2,6 +2,9 @@
 
 A step takes groups as they come. While other groups still roll out, a group's gradient is added to those before it, not
 yet divided by the number of tokens, which nobody knows; the update waits until the rollout has ended.
+
+Several ranks work on different groups and meet where the rollout has ended, and at every update, whose gradient is that
+of all their groups, divided by the tokens of all. A report is that of all ranks, the same on each.
 """
 
 from __future__ import annotations
@@ -15,60 +18,29 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+import torch
 
 from ..engine import lora
 from ..engine.config import DTYPES
 from ..engine.engine import Engine
-from ..engine.errors import ConfigError, RequestError
+from ..engine.errors import ConfigError, RankError, RequestError
 from ..engine.memory import available_bytes
 from ..engine.runner import page_bytes
 from .group_loss import GroupLoss, OldLogprobs
 from .memory_plan import MemoryPlan, plan_memory
 from .optimizer import Optimizer
+from .process_group import ProcessGroup
 from .statistics import LossStatistics
+from .step_report import GroupCounts, StepReport
 from .trainer_config import TrainerConfig
 from .trajectory import Group, require_policy
 
-__all__ = ["StepReport", "Trainer"]
+__all__ = ["Trainer"]
 
-
-@dataclass
-class StepReport:
-    """What a step did.
-
-    reward, correct: means over its trajectories, with and without shaping. truncated: share of turns cut at a limit.
-    first: LossStatistics.means of the first mini-batch, whose policy is still the rollout's: largest_difference is the
-    mismatch. all: those of the whole step. updates: made; gradient_norms, learning_rates: of each mini-batch.
-    recomputed: log-probabilities of the old policy that were computed again.
-    seconds: of "rollout", "loss" (forward and backward), "update".
-    """
-
-    step: int
-    groups: int = 0
-    trajectories: int = 0
-    turns: int = 0
-    tokens: int = 0
-    reward: float = 0.0
-    correct: float = 0.0
-    truncated: float = 0.0
-    updates: int = 0
-    gradient_norms: list[float] = field(default_factory=list)
-    learning_rates: list[float] = field(default_factory=list)
-    first: dict[str, float] = field(default_factory=dict)
-    all: dict[str, float] = field(default_factory=dict)
-    recomputed: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {"rollout": 0.0, "loss": 0.0, "update": 0.0})
-
-    def __str__(self) -> str:
-        norm = max(self.gradient_norms, default=0.0)
-        return (
-            f"step {self.step}: reward {self.reward:.3f}, correct {self.correct:.3f}, gradient norm {norm:.3g}, "
-            f"mismatch {self.first.get('largest_difference', 0.0):.3g}, truncated {self.truncated:.0%}, "
-            + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-        )
+T = TypeVar("T")
 
 
 class Trainer:
@@ -80,18 +52,24 @@ class Trainer:
     plan: what it takes of the memory. steps: taken so far.
     """
 
-    def __init__(self, engine: Engine, config: TrainerConfig | None = None) -> None:
-        """Raises ConfigError for an engine with quantised weights or KV or on a GPU, for a reference without its
-        adapters, and when the memory does not suffice."""
+    def __init__(
+        self, engine: Engine, config: TrainerConfig | None = None, process_group: ProcessGroup | None = None
+    ) -> None:
+        """process_group: the ranks that train together; where their weights differ, those of rank 0 are taken.
+
+        Raises ConfigError for an engine with quantised weights or KV or on a GPU, for a reference without its adapters,
+        and when the memory does not suffice."""
         self.engine = engine
+        self._ranks = ProcessGroup() if process_group is None else process_group
         self.config = config = TrainerConfig() if config is None else config
         for name, value in (("weights", engine.config.weights), ("kv_dtype", engine.config.kv_dtype)):
             if value not in ("native", None, *DTYPES):
                 raise ConfigError(f"this engine has {name}={value!r}: quantised numbers have no gradient; leave it out")
         if engine.model.ops.backend == "triton":
             raise ConfigError("the Triton backend does not train yet; make the engine with backend='cpu'")
-        self.plan = _plan(engine, config)
-        print(self.plan, file=sys.stderr)
+        self.plan = _plan(engine, config, self._ranks)
+        if self._ranks.main:
+            print(self.plan, file=sys.stderr)
         if config.lora is not None:
             lora.add(engine, config.lora)
         adapters = lora.adapters(engine.model)
@@ -101,6 +79,9 @@ class Trainer:
             )
         if config.reference == "copy" and adapters:
             raise ConfigError("a model with adapters has its reference in itself; use reference='lora_off'")
+        if len(set(self._ranks.gather(self._fingerprint()))) > 1:
+            with engine.update():
+                self._ranks.broadcast(list(engine.model.parameters()), 0)
         self._loss = GroupLoss(engine, config)
         trained = lora.trained_parameters(engine.model)
         self._trained = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -108,46 +89,53 @@ class Trainer:
         if engine.parallel is not None:
             engine.parallel.agree("configuration", repr(config).encode())
             norm = partial(engine.parallel.norm, list(self._trained))
-        self._optimizer = Optimizer(trained, config.optimizer, norm)
+        self._optimizer = Optimizer(trained, config.optimizer, self._ranks, norm)
         self.steps = 0
 
     def step(self, groups: Iterable[Group]) -> StepReport:
         """Train on groups: a list, or a generator whose rollout goes on while the first mini-batch is worked on.
 
-        Without groups nothing is updated. Raises ConfigError for groups that were drawn greedily, with filters or
-        penalties, and, unless an importance correction is on, RequestError for those of other weights. If anything
-        fails, the parameters are as they were after the last update, and a generator's rollout is ended.
+        Without groups nothing is updated; a rank that has none takes part in the updates of the others. Raises
+        ConfigError for groups that were drawn greedily, with filters or penalties, and, unless an importance correction
+        is on, RequestError for those of other weights; RankError when another rank has failed. If anything fails, the
+        parameters are as they were after the last update, a generator's rollout is ended, and so are the other ranks.
         """
-        report, seen = StepReport(self.steps), LossStatistics.nothing()
-        size, held = self.config.mini_batch, list[Group]()
         try:
-            batch = _MiniBatch()
-            for group in self._timed(groups, report):
-                self._require_own(group)
-                _count(group, report)
-                if size is None or report.groups <= size:
-                    self._add(group, None, batch, report)
-                else:
-                    held.append(group)
-            report.first = batch.statistics.means()
-            olds = self._old_logprobs(held, report)
-            while True:
-                self._update(batch, report)
-                seen += batch.statistics
-                if not held:
-                    break
-                batch = _MiniBatch()
-                for group in held[:size]:
-                    self._add(group, olds.get(id(group)), batch, report)
-                del held[:size]
-        except BaseException:
+            return self._step(groups)
+        except BaseException as error:
             self._optimizer.forget()
             if isinstance(groups, Generator):
                 groups.close()  # while its sequences live, the engine refuses the next update
+            self._ranks.fail(error)
             raise
+
+    def _step(self, groups: Iterable[Group]) -> StepReport:
+        report, seen = StepReport(self.steps), LossStatistics.nothing()
+        size = self.config.mini_batch or sys.maxsize
+        batch, held, own = _MiniBatch(), list[tuple[int, Group]](), list[GroupCounts]()
+        for group in self._timed(groups, report):
+            self._ranks.check()
+            self._require_own(group)
+            place = self._ranks.rank + len(own) * self._ranks.size if group.place is None else group.place
+            own.append(GroupCounts.of(group, place))
+            if place < size:
+                self._add(group, place, None, batch, report)
+            else:
+                held.append((place, group))
+        counts = [count for rank in self._gather(own, report) for count in rank]
+        report.count(counts)
+        olds = self._old_logprobs([group for _, group in held], report)
+        for number in range(1 + max((count.place for count in counts), default=0) // size):
+            for place, group in held:
+                if place // size == number:
+                    self._add(group, place, olds.get(id(group)), batch, report)
+            statistics = self._update(batch, report)
+            seen += statistics
+            if not number:
+                report.first = statistics.means()
+            batch = _MiniBatch()
         report.all = seen.means()
-        report.recomputed, self._loss.recomputed = self._loss.recomputed, 0
-        _average(report)
+        self._conclude(report)
         self.steps += 1
         return report
 
@@ -192,12 +180,18 @@ class Trainer:
                 f"{self.engine.weights_version}; roll out again, or set AlgorithmConfig.correction"
             )
 
-    def _add(self, group: Group, old: OldLogprobs | None, batch: _MiniBatch, report: StepReport) -> None:
+    def _add(self, group: Group, place: int, old: OldLogprobs | None, batch: _MiniBatch, report: StepReport) -> None:
         started = time.perf_counter()
-        denominator, statistics = self._loss.backward(group, old)
-        batch.denominator += denominator
-        batch.statistics += statistics
+        batch.parts.append((place, *self._loss.backward(group, old)))
         report.seconds["loss"] += time.perf_counter() - started
+
+    def _gather(self, value: T, report: StepReport) -> list[T]:
+        """That of all ranks."""
+        started = time.perf_counter()
+        values = self._ranks.gather(value)
+        if self._ranks.size > 1:
+            report.seconds["wait"] = report.seconds.get("wait", 0.0) + time.perf_counter() - started
+        return values
 
     def _old_logprobs(self, held: list[Group], report: StepReport) -> dict[int, OldLogprobs]:
         """For corrections, of the groups whose mini-batches come after an update."""
@@ -208,55 +202,66 @@ class Trainer:
         report.seconds["loss"] += time.perf_counter() - started
         return olds
 
-    def _update(self, batch: _MiniBatch, report: StepReport) -> None:
-        if not float(batch.statistics.sums[0]):  # no token of it can change anything
-            return
+    def _update(self, batch: _MiniBatch, report: StepReport) -> LossStatistics:
+        """Make the update of a mini-batch, if any token of it can change anything; -> what its loss saw."""
+        denominator, statistics = 0.0, LossStatistics.nothing()
+        parts = [part for rank in self._gather(batch.parts, report) for part in rank]
+        for _, part, seen in sorted(parts, key=lambda part: part[0]):  # one order of sums for any number of ranks
+            denominator += part
+            statistics += seen
+        if not float(statistics.sums[0]):
+            return statistics
         started = time.perf_counter()
         parallel = self.engine.parallel
-        content = repr((batch.denominator, self._optimizer.updates)).encode()
+        content = repr((denominator, self._optimizer.updates)).encode()
         with self.engine.update(), nullcontext() if parallel is None else parallel.together("update", content):
             if parallel is not None:
                 parallel.sum_gradients(self._trained)
-            norm, rate = self._optimizer.step(batch.denominator)
-        if not math.isfinite(norm):
-            warnings.warn(f"step {self.steps}: the gradient's norm is {norm}, so nothing was updated", stacklevel=3)
+            norm, rate = self._optimizer.step(denominator)
+        if not math.isfinite(norm) and self._ranks.main:
+            warnings.warn(f"step {self.steps}: the gradient's norm is {norm}, so nothing was updated", stacklevel=4)
         report.gradient_norms.append(norm)
         report.learning_rates.append(rate)
         report.updates += math.isfinite(norm)
         report.seconds["update"] += time.perf_counter() - started
+        return statistics
+
+    def _conclude(self, report: StepReport) -> None:
+        """Complete what is known to each rank alone, and see that they go on with the same weights."""
+        recomputed, self._loss.recomputed = self._loss.recomputed, 0
+        ranks = self._gather((recomputed, report.seconds, self._fingerprint()), report)
+        report.recomputed = sum(recomputed for recomputed, _, _ in ranks)
+        report.seconds = {name: max(seconds[name] for _, seconds, _ in ranks) for name in report.seconds}
+        wrong = [str(rank) for rank, (_, _, weights) in enumerate(ranks) if weights != ranks[0][2]]
+        if wrong:
+            raise RankError(
+                f"after step {self.steps} rank {', '.join(wrong)} has other weights than rank 0; change weights on all "
+                "ranks alike, and check the memory of these machines"
+            )
+
+    def _fingerprint(self) -> int:
+        """Of the weights, to compare those of several ranks."""
+        if self._ranks.size == 1:
+            return 0
+        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        parameters = [parameter.detach() for parameter in self.engine.model.parameters()]
+        return hash(tuple(int(p.view(whole[p.element_size()]).sum(dtype=torch.int64)) for p in parameters))
 
 
-def _plan(engine: Engine, config: TrainerConfig) -> MemoryPlan:
-    """For an engine that is there: within what this process holds and what is free."""
+def _plan(engine: Engine, config: TrainerConfig, ranks: ProcessGroup) -> MemoryPlan:
+    """For an engine that is there: within what this process holds and its part of what is free on this machine."""
     pool = engine.scheduler.pool.num_pages * page_bytes(
         engine.model.config, engine.config.page_size, engine.runner.pages[0].key.dtype
     )
     adapters = sum(p.numel() for name, p in engine.model.named_parameters() if "lora_" in name)
     held = psutil.Process().memory_info().rss
+    free = available_bytes(engine.model.ops.device) // ranks.local_size
     sized = dataclasses.replace(engine.config, kv_bytes=pool)
-    return plan_memory(engine.model.config, sized, config, available_bytes(engine.model.ops.device) + held, adapters)
+    return plan_memory(engine.model.config, sized, config, free + held, adapters, ranks.size)
 
 
 @dataclass
 class _MiniBatch:
-    denominator: float = 0.0
-    statistics: LossStatistics = field(default_factory=LossStatistics.nothing)
+    """parts: of each group its place, its part of the denominator and what its loss saw."""
 
-
-def _count(group: Group, report: StepReport) -> None:
-    """Sums, of which _average makes means."""
-    report.groups += 1
-    for trajectory in group.trajectories:
-        report.trajectories += 1
-        report.reward += trajectory.reward
-        report.correct += trajectory.correct
-        for turn in trajectory.turns:
-            report.turns += 1
-            report.tokens += len(turn.response_ids)
-            report.truncated += turn.finish_reason == "length"
-
-
-def _average(report: StepReport) -> None:
-    report.reward /= max(report.trajectories, 1)
-    report.correct /= max(report.trajectories, 1)
-    report.truncated /= max(report.turns, 1)
+    parts: list[tuple[int, float, LossStatistics]] = field(default_factory=list)

@@ -66,7 +66,8 @@ class Group:
     """The trajectories sampled for one problem.
 
     sampling: how all their tokens were drawn. weights_version: of the weights that drew them.
-    place: the group's number among those of its step, over all ranks; None is the order in which groups come.
+    place: its number among those of its step, over all ranks, by which mini-batches are cut; None is the order in which
+    groups come.
     problem: for logs; the trainer does not read it.
     """
 

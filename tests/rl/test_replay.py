@@ -16,7 +16,8 @@ from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
 from palimpsest.rl.replay import dumped, read_step, replay
 from palimpsest.rl.rollout import Rollout
-from palimpsest.rl.trainer import StepReport, Trainer
+from palimpsest.rl.step_report import StepReport
+from palimpsest.rl.trainer import Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
 from palimpsest.rl.trajectory import Problem
 from palimpsest.tests.tiny_models import make_model_folder
