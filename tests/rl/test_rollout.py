@@ -54,13 +54,15 @@ def ids(group: Group) -> list[Any]:
 
 def test_a_group_comes_when_it_is_complete(folder: Path) -> None:
     agent = make_agent(folder)
-    rollout = Rollout(agent, lambda answer, references: len(answer) % 2, ALGORITHM)
+    rollout = Rollout(agent, lambda answer, references: len(answer) % 2, ALGORITHM, deterministic=False)
     groups = rollout.groups(problems(24, 2), 2)
     first = next(groups)
     assert len(first.trajectories) == 3 and len(first.trajectories[0].turns) < 5 and agent.engine.unfinished
     [second] = groups
     assert len(second.trajectories[0].turns) > len(first.trajectories[0].turns) and not agent.engine.unfinished
     assert rollout.samples == 6 and rollout.rolled == 2
+    in_order = Rollout(agent, "em", ALGORITHM).groups(problems(24, 2), 2)
+    assert [(group.place, ids(group)) for group in in_order] == [(0, ids(second)), (1, ids(first))]
     [again] = rollout.groups(problems(2), 1)
     assert ids(again) != ids(first)  # the same problem draws new numbers
     shaped = dataclasses.replace(ALGORITHM, overlong_memory=0.5, overlong_answer=0.5)
@@ -115,7 +117,7 @@ def test_streamed_training_is_plain_training(folder: Path) -> None:
                 yield group
                 seen.append(agent.engine.unfinished)  # after the group's backward
 
-        groups: Any = watched(rollout.groups(problems(2, 30, 9), 3))
+        groups: Any = watched(rollout.groups(problems(2, 9, 30), 3))
         report = trainer.step(list(groups) if as_list else groups)
         assert report.updates == 2 and report.first["largest_difference"] == 0 and report.groups == 3
         assert overlapped == [True, True, False]
