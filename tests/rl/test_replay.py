@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,8 @@ def test_training_from_a_dump_is_the_run_that_made_it(folder: Path, tmp_path: Pa
         for group in dumped(rollout.groups(source, 2), tmp_path, step):
             groups.append(group)
         reports.append(numbers(trainer.step(groups[-2:])))
-    assert list(read_step(tmp_path / "step-00000000.jsonl")) == groups[:2]  # every float, all ids
+    drawn = [dataclasses.replace(group, problem=None) for group in groups[:2]]
+    assert list(read_step(tmp_path / "step-00000000.jsonl")) == drawn  # every float, all ids
     again = make_trainer(folder)
     assert [numbers(report) for report in replay(again, tmp_path)] == reports and again.steps == 2
     pairs = zip(again.engine.model.parameters(), trainer.engine.model.parameters(), strict=True)
