@@ -167,18 +167,21 @@ def save(
             write_json(place / "generation_config.json", special)
 
 
-def restore(parameters: Mapping[str, Tensor], folder: Path) -> None:
+def restore(parameters: Mapping[str, Tensor], folder: Path, parallel: TensorParallel | None = None) -> None:
     """Give a model's parameters, in place, the values of a folder that `save` wrote of a model of the same shapes.
 
+    parallel: where the parameters are a rank's part of that model.
     Raises CheckpointError for other names or shapes and for damaged files.
     """
     stored = find_tensors(folder)
     for name in sorted(stored.keys() ^ parameters.keys()):
         what = "is missing in" if name in parameters else "is no parameter of this model, but in"
         raise CheckpointError(f"tensor {name!r} {what} {folder}; give the model that was saved")
+    shapes = {} if parallel is None else parameter_shapes(parallel.shards.config)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_read(stored[name], tuple(parameter.shape), parameter.dtype, Slab()))
+            tensor = _read(stored[name], shapes.get(name, tuple(parameter.shape)), parameter.dtype, Slab())
+            parameter.copy_(tensor if parallel is None else parallel.cut(name, tensor))
 
 
 @contextlib.contextmanager

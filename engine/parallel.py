@@ -125,7 +125,7 @@ class TensorParallel:
         """The block in which all ranks run the same step."""
         parts = [repr((step.copies, step.moves)).encode()]
         for span in step.spans:
-            parts.append(repr((span.sequence.id, span.start, span.pages, span.samples, span.source)).encode())
+            parts.append(repr((span.sequence.id, span.start, hash(span.pages), span.samples, span.source)).encode())
             parts += [span.ids.tobytes(), span.draft.tobytes(), span.scored_targets.tobytes()]
         return self.together("step", b"|".join(parts))
 
