@@ -1,14 +1,16 @@
 """What each rank of a tensor-parallel engine and trainer does in the tests; without a process group, what one does.
 
 Started by torchrun as a script: KIND=FOLDER ... OUT. Each rank writes OUT.RANK, the first also saved models.
+With the kind "grid" pairs of ranks hold models that train together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +24,15 @@ from palimpsest.engine.errors import RequestError
 from palimpsest.engine.lora import LoraConfig
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.engine.model_config import parameter_shapes
+from palimpsest.engine.parallel import whole_parameters
 from palimpsest.rl import group_loss
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
+from palimpsest.rl.process_group import ProcessGroup
+from palimpsest.rl.rollout import Rollout
 from palimpsest.rl.trainer import Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
-from palimpsest.rl.trajectory import Group, Trajectory
+from palimpsest.rl.trajectory import Group, Problem, Trajectory
 
 PROMPTS = ["The keeper said:", "The harbour town of Ostrel has 4312 people", "We'll see who is right. " * 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -143,10 +148,34 @@ def disagreements(folder: Path, group: dist.ProcessGroup) -> list[str]:
     return messages
 
 
+def train(folder: Path, process_group: ProcessGroup) -> dict[str, Any]:
+    """Two steps of three groups; -> what the first rank reports, and its whole weights."""
+    engine = make_engine(folder, process_group.tensor)
+    algorithm = AlgorithmConfig(group_size=3, kl=0.0)
+    # A large epsilon makes the update proportional to the gradient, so that small differences stay small.
+    optimizer = OptimizerConfig(learning_rate=0.1, epsilon=1.0, warmup_steps=0)
+    trainer = Trainer(engine, TrainerConfig(algorithm, optimizer, train_tokens=500), process_group)
+    rollout = Rollout(MemoryAgent(engine, AGENT), _reward, algorithm, process_group)
+    problems = cycle(Problem(DOCUMENT[start:], "Who kept the lighthouse?", ()) for start in (0, 100, 200))
+    reports = [trainer.step(rollout.groups(problems, 3)) for _ in range(2)]
+    told = {"rewards": [report.reward for report in reports], "norms": [report.gradient_norms for report in reports]}
+    return told | {"weights": whole_parameters(engine.model)}
+
+
+def _reward(answer: str, references: Sequence[str]) -> float:
+    return len(answer) % 3 / 2
+
+
 def main(folders: list[str], out: str) -> None:
     torch.set_num_threads(1)
+    if folders[0].startswith("grid="):
+        with ProcessGroup.start(tensor=2) as process_group:
+            found = train(Path(folders[0].removeprefix("grid=")), process_group)
+            torch.save(found, f"{out}.{dist.get_rank()}")
+        return
     dist.init_process_group("gloo")
-    group, found = dist.group.WORLD, {}
+    group = dist.group.WORLD
+    found = {}
     assert group is not None
     for name, folder in (folder.split("=") for folder in folders):
         found[name] = one = work(Path(folder), group, "adapters" in name, None)

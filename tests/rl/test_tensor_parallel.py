@@ -14,8 +14,9 @@ import pytest
 import torch
 from palimpsest.engine import lora
 from palimpsest.engine.shards import Shards
+from palimpsest.rl.process_group import ProcessGroup
 from palimpsest.tests.rl import tensor_parallel_work
-from palimpsest.tests.rl.tensor_parallel_work import greedy, make_engine, work
+from palimpsest.tests.rl.tensor_parallel_work import greedy, make_engine, train, work
 from palimpsest.tests.tiny_models import make_model_folder
 
 # With fewer key heads than ranks, some ranks share one.
@@ -129,6 +130,10 @@ def test_what_they_save_one_rank_loads(case: Case) -> None:
         lora.load(engine, case.saved)
     else:
         engine = make_engine(case.saved, None)
+    shards = Shards(engine.model.config, len(case.ranks))
+    for name, parameter in engine.model.named_parameters():
+        for number, rank in enumerate(case.ranks):
+            assert torch.equal(shards.cut(name, parameter.detach(), number), rank["model"][name]), name
     for (ids, logprobs), (expected, those) in zip(greedy(engine), case.ranks[0]["updated"], strict=True):
         assert ids == expected
         assert_close(logprobs, those)
@@ -144,3 +149,18 @@ def test_ranks_that_differ_are_refused_on_all_of_them(found: Callable[[int], lis
             "the training pass of rank 1 differs from that of rank 0",
             "rank 1 is at a step, rank 0 at a fingerprint",
         ]
+
+
+@pytest.mark.slow
+def test_models_of_two_ranks_train_together(folders: dict[str, Path]) -> None:
+    """Three groups on two models of two ranks each: the rewards, the norms and the weights of one rank alone."""
+    ranks = launch(4, {"grid": folders["llama"]}, folders["llama"].parent / "grid")
+    alone = train(folders["llama"], ProcessGroup())
+    before = make_engine(folders["llama"], None).model.state_dict()
+    assert all(rank["rewards"] == alone["rewards"] for rank in ranks) and len(set(alone["rewards"])) == 2
+    for rank in ranks:
+        for norms, expected in zip(rank["norms"], alone["norms"], strict=True):
+            assert norms == pytest.approx(expected, rel=1e-5)
+    for name, weight in alone["weights"].items():
+        moved = (weight - before[name]).norm()
+        assert moved > 0 and (ranks[0]["weights"][name] - weight).norm() <= 1e-5 * moved + 1e-6, name
