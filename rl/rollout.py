@@ -28,6 +28,7 @@ class Rollout:
     """Samples groups with an agent.
 
     Ranks deal the problems of a round out among them, one after the other; together they draw what one alone would.
+    Ranks that hold parts of one model roll out the same; the first of them scores, and tells the others when and what.
 
     samples: trajectories begun so far; it is the sample index of the next, so no two draw the same random numbers.
     rolled: groups of the rounds that ended so far, those left out included. Both are those of all ranks.
@@ -147,20 +148,30 @@ class Rollout:
 
     def _score(self, episode: Episode, problem: Problem) -> Score | float:
         """Scoring goes on beside the decoding of others."""
+        parallel = self.agent.engine.parallel
+        if parallel is not None and parallel.rank != 0:
+            return 0.0  # and the first rank's score later
         if isinstance(episode.result, str):
             return self.scorer.submit(episode.result, problem.answers, problem.extra)
         return 0.0 if episode.result is None else episode.result
 
     def _closed(self, open_groups: dict[int, _OpenGroup]) -> Iterator[Group]:
         """Take those out that are complete, with all their scores."""
-        for task in [task for task, group in open_groups.items() if group.complete]:
+        for task, scores in self._scored(open_groups).items():
             ended = open_groups.pop(task)
-            trajectories = [self._trajectory(*ended.members[number]) for number in range(ended.size)]
+            members = [ended.members[number][0] for number in range(ended.size)]
+            trajectories = [self._trajectory(*pair) for pair in zip(members, scores, strict=True)]
             version = self.agent.engine.weights_version
             yield Group(trajectories, self.agent.config.sampling, version, ended.place, ended.problem)
 
-    def _trajectory(self, episode: Episode, score: Score | float) -> Trajectory:
-        correct = score.value() if isinstance(score, Score) else score
+    def _scored(self, open_groups: dict[int, _OpenGroup]) -> dict[int, list[float]]:
+        """The scores of the groups that are complete, the same on all ranks that hold parts of the model."""
+        ended = {task: group for task, group in open_groups.items() if len(group.members) == group.size}
+        scores = {task: group.values() for task, group in ended.items() if all(score.done for score in group.scores)}
+        parallel = self.agent.engine.parallel
+        return scores if parallel is None or not ended else parallel.lead(scores)
+
+    def _trajectory(self, episode: Episode, correct: float) -> Trajectory:
         lengths = [(len(turn.response_ids), limit) for turn, limit in zip(episode.turns, episode.limits, strict=True)]
         return Trajectory(episode.turns, correct + shaping(lengths, self.algorithm), correct)
 
@@ -178,9 +189,10 @@ class _OpenGroup:
     def scores(self) -> list[Score]:
         return [score for _, score in self.members.values() if isinstance(score, Score)]
 
-    @property
-    def complete(self) -> bool:
-        return len(self.members) == self.size and all(score.done for score in self.scores)
+    def values(self) -> list[float]:
+        """By number, once all scores are done."""
+        scores = [self.members[number][1] for number in range(self.size)]
+        return [score.value() if isinstance(score, Score) else score for score in scores]
 
     def cancel(self) -> None:
         for score in self.scores:
