@@ -236,3 +236,42 @@ class SuffixAutomaton:
     def extend(self, text: int, ids: array[int], /) -> None: ...
     def advance(self, ids: array[int], /) -> None: ...
     def match(self) -> tuple[int, int, int]: ...
+
+# Only in an extension that was built with nvcc; addresses on the device, `stream` as torch gives it.
+def cuda_device_count() -> int: ...
+def cuda_gemv(
+    x: int,
+    x_stride: int,
+    weight: int,
+    type: int,
+    scales: int,
+    bias: int,
+    bias_bf16: bool,
+    y: int,
+    rows: int,
+    in_: int,
+    out: int,
+    stream: int,
+    /,
+) -> None: ...
+def cuda_decode_tile() -> int: ...
+def cuda_paged_decode(
+    query: int,
+    key_pages: int,
+    value_pages: int,
+    kv_length: int,
+    tables: int,
+    table_stride: int,
+    spans: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    tiles: int,
+    scale: float,
+    peaks: int,
+    totals: int,
+    partials: int,
+    stream: int,
+    /,
+) -> None: ...

@@ -11,6 +11,9 @@
 
 #include "cpu/decoder.h"
 #include "cpu/kernels.h"
+#ifdef PALIMPSEST_WITH_CUDA
+#include "cuda/bindings.h"
+#endif
 #include "huge_pages.h"
 #include "suffix_automaton.h"
 
@@ -288,6 +291,9 @@ py::buffer_info token_ids(const py::buffer& ids) {
 
 PYBIND11_MODULE(_C, m) {
     using Release = py::call_guard<py::gil_scoped_release>;
+#ifdef PALIMPSEST_WITH_CUDA
+    palimpsest::cuda::bind(m);
+#endif
     py::class_<CpuKernels>(m, "CpuKernels")
         .def(py::init<const std::string&>(), py::arg("isa"))
         .def_property_readonly("isa", &CpuKernels::isa)
