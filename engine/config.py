@@ -23,6 +23,7 @@ V = TypeVar("V")
 DTYPES = ("float32", "bfloat16", "float64")
 KV_DTYPES = (*DTYPES, "int8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
+ATTENTION = ("auto", "triton", "cuda")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
 WEIGHTS = ("native", *QUANTISED, "file")
 MEMORY_KV = ("exact", "carried")
@@ -105,7 +106,11 @@ class EngineConfig:
     kv_dtype: element type of the KV pages; None means that of the activations. "int8" rounds each token's key and value
     of each head to 8 bits with a float32 scale of its own, and is for inference only.
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
-    "triton" those of an NVIDIA GPU (for now without drafts, quantised weights and training), or an error.
+    "triton" those of an NVIDIA GPU (for now without quantised weights and int8 KV), or an error.
+    attention: on a GPU, the kernels of attention: "triton", "cuda" (C++ for single rows, which must be built), or
+    "auto", the fastest that are there.
+    exact: on a GPU, only kernels in which a row's bits do not depend on what else is computed at the same time, so that
+    drafts, batches and cut prompts change nothing. The CPU kernels are always so.
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
@@ -114,7 +119,7 @@ class EngineConfig:
     open_prompt: a memory agent's next prompt is prefilled while the turn before it decodes: the same results, sooner.
     max_context: window in tokens (prompt + response); None means the model's own.
     drafts: guess from prompt and memory how a response goes on, and verify many tokens in one step. The results are the
-    same with and without; with backends other than "cpu", where they would not be, nothing is drafted.
+    same with and without; where they would not be (on a GPU without `exact`, in plain torch), nothing is drafted.
     rope_scaling: a mapping as in a model's config.json, e.g. {"rope_type": "yarn", "factor": 4.0}; replaces the
     model's.
     threads: CPU threads for torch and the kernels (process-wide, as torch's setting is), at most 1024; None leaves
@@ -125,6 +130,8 @@ class EngineConfig:
     weights: str = "native"
     kv_dtype: str | None = None
     backend: str = "auto"
+    attention: str = "auto"
+    exact: bool = False
     page_size: int = 16
     kv_bytes: int | None = None
     kv_share: float = 0.3
@@ -144,6 +151,8 @@ class EngineConfig:
         if self.kv_dtype is not None:
             _require_choice("EngineConfig", "kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("EngineConfig", "backend", self.backend, BACKENDS)
+        _require_choice("EngineConfig", "attention", self.attention, ATTENTION)
+        _require_bool("EngineConfig", "exact", self.exact)
         _require_number("EngineConfig", "kv_share", self.kv_share, 0.0, 1.0, open_low=True)
         for name in ("page_size", "max_step_tokens", "max_sequences"):
             _require_int("EngineConfig", name, getattr(self, name), 1)

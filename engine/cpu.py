@@ -191,6 +191,14 @@ def paged_attention(
     return out
 
 
+def attention_with_stats(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, Tensor]:
+    """paged_attention; -> (its result, its stats)."""
+    stats = torch.empty(*query.shape[:2], 2, dtype=torch.float32)
+    return paged_attention(query, key_pages, value_pages, spans, scale, stats), stats
+
+
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """float32 [T, n] twice, dense rows -> float32 [T, n]. Raises ValueError for anything else."""
     _check(gate.dim() == 2 and _is_rows(gate) and _is_rows(up) and gate.shape == up.shape, "silu_product", gate, up)

@@ -14,9 +14,11 @@ from .cpu import _check, _is_parameter, _is_rows
 __all__ = [
     "attention_grads",
     "column_sums",
+    "embedding_grad",
     "linear_input_grad",
     "linear_weight_grad",
     "log_sum_exp_grad",
+    "rms_norm_grads",
     "silu_product_grads",
     "token_scores",
     "token_scores_grad",
@@ -52,6 +54,19 @@ def linear_weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> T
         *(grad.data_ptr(), x.data_ptr(), x.stride(0), result.data_ptr(), rows, size, out, into is not None)
     )
     return result
+
+
+def embedding_grad(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
+    """int64 [T], float32 [T, n] -> [rows, n]: the sum of each id's rows, in their order."""
+    return torch.zeros(rows, grad.shape[1], dtype=torch.float32).index_add_(0, ids, grad)
+
+
+def rms_norm_grads(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [..., n], [n], float32 [..., n] -> the gradients of x [..., n] and weight [n]."""
+    scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    normed, towards = x * scale, grad * weight.float()
+    x_grad = scale * (towards - normed * (towards * normed).mean(dim=-1, keepdim=True))
+    return x_grad, column_sums((grad * normed).reshape(-1, len(weight)))
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -135,12 +150,13 @@ def attention_grads(
     """The gradients of query, key and value, each in its own shape.
 
     query, out, grad: float32 dense [T, heads, head_dim]; out and stats are what paged_attention gave.
-    key, value: float32 dense [T, kv_heads, head_dim], as they were read from the pages.
+    key, value: dense [T, kv_heads, head_dim], as they were read from the pages: float32, or bfloat16 of such pages.
     query_start, kv_length: of Spans. rows: int32 [spans, most tokens], which row of the batch holds the key of each
     position. Raises ValueError for anything else, and when a row is seen at two different positions.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
+    key, value = key.float(), value.float()
     floats = (query, key, value, stats, out, grad)
     ok = all(x.is_contiguous() and x.dtype == torch.float32 and x.device.type == "cpu" for x in floats)
     ok = ok and query.shape == out.shape == grad.shape and key.shape == value.shape == (tokens, kv_heads, head_dim)

@@ -48,9 +48,15 @@ def gemv(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) 
     rows, size = x.shape
     out = torch.empty(rows, len(weight), dtype=torch.float32, device=x.device)
     _C.cuda_gemv(
-        *(x.data_ptr(), x.stride(0), weight.data_ptr(), WEIGHT_TYPES[weight.dtype]),
-        *(0 if scales is None else scales.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(bias is not None and bias.dtype == torch.bfloat16, out.data_ptr(), rows, size, len(weight)),
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        WEIGHT_TYPES[weight.dtype],
+        0 if scales is None else scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        bias is not None and bias.dtype == torch.bfloat16,
+        out.data_ptr(),
+        *(rows, size, len(weight)),
         torch.cuda.current_stream().cuda_stream,
     )
     return out
@@ -82,7 +88,8 @@ def paged_decode_partials(
     if spans:
         _C.cuda_paged_decode(
             *(query.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(), kv_length.data_ptr(), pages.data_ptr()),
-            *(pages.stride(0), spans, heads, kv_heads, head_dim, page_size, tiles, scale),
+            *(pages.stride(0), spans, heads, kv_heads, head_dim, page_size, tiles),
+            scale,
             *(peaks.data_ptr(), totals.data_ptr(), partials.data_ptr(), torch.cuda.current_stream().cuda_stream),
         )
     return peaks, totals, partials, width

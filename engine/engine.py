@@ -90,7 +90,10 @@ class Engine:
             parallel.agree("configuration", repr((config, model)).encode())
             parallel.shards = replace(parallel.shards, config=model)
             model = parallel.shards.local
-        ops = select(config.backend, dtype, kv_dtype, model.head_dim, model.num_heads // model.num_kv_heads)
+        group = model.num_heads // model.num_kv_heads
+        ops = select(
+            config.backend, dtype, kv_dtype, model.head_dim, group, config.attention, exact=config.exact
+        )  # fmt: skip
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window, loaded.packed)
         self.model.requires_grad_(False)
         if ops.backend == "triton" and config.weights != "native":
@@ -116,7 +119,7 @@ class Engine:
             eos_ids=eos_ids,
         )
         self.longest = min(self.window, num_pages * config.page_size)
-        self.drafts = config.drafts and ops.backend == "cpu"
+        self.drafts = config.drafts and ops.exact
         self.step_cost = StepCost.of_weights(_weight_bits(config))
         self._texts: dict[Sequence, TextStream] = {}
         self._undelivered: list[Update] = []
@@ -397,7 +400,8 @@ class Engine:
             raise RequestError("a drafter was given but EngineConfig.drafts is False; leave one of them out")
         raise RequestError(
             f"a drafter was given but the backend is {self.model.ops.backend!r}, where results depend on how many rows "
-            "are computed at once, so that drafts would change them; use backend='cpu', or leave the drafter out"
+            "are computed at once, so that drafts would change them; use backend='cpu' (on a GPU exact=True), or leave "
+            "the drafter out"
         )
 
     def _require_own(self, sequence: Sequence) -> None:

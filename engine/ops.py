@@ -1,20 +1,20 @@
 """Every op of the decoder once: its signature, its shape contract, and the choice of the backend that runs it.
 
-A backend is a module with functions of these names: `reference` (plain torch, the specification), `cpu` (C++ kernels),
-to which `autograd` gives gradients, and `triton_ops` (Triton kernels, on a GPU).
+A backend has functions of these names: `reference` (plain torch, the specification), `cpu` (C++ kernels) and
+`triton_ops` (Triton and CUDA C++ kernels, on a GPU); `autograd` joins the last two to their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import autograd, cpu, reference
+from . import cpu, cpu_backward, reference
+from .autograd import Differentiable
 from .draw import Draw, Drawn
 from .errors import ConfigError
 from .packed_weight import PackedWeight
@@ -41,10 +41,14 @@ class Ops(Protocol):
     """What the decoder asks of a backend. T rows of tokens; x is float32 (float64 with float64 parameters).
 
     backend: "cpu" or "triton" where their kernels run, else "reference". device: where parameters and pages must lie.
+    exact: whether a row's bits depend on nothing but the row. loss: the functions of rl/fused_loss.py: token_scores and
+    the gradients of it and of linear.
     """
 
     backend: str
     device: torch.device
+    exact: bool
+    loss: Any
 
     def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """int64 [T], [vocabulary, hidden] -> [T, hidden] of `dtype`, the activations' type."""
@@ -101,33 +105,47 @@ OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_"))
 class _Selected:
     """One function per op."""
 
-    def __init__(self, backend: str, functions: ModuleType, device: torch.device) -> None:
-        self.backend, self.device = backend, device
+    def __init__(self, backend: str, functions: Any, loss: Any, device: torch.device, *, exact: bool) -> None:
+        self.backend, self.device, self.exact, self.loss = backend, device, exact, loss
         self.__dict__.update({name: getattr(functions, name) for name in OP_NAMES})
 
 
-def select(backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int) -> Ops:
+def select(
+    backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int, attention: str = "auto",
+    *, exact: bool = False,
+) -> Ops:  # fmt: skip
     """Choose the function of every op for a model.
 
     backend: "reference", "cpu", "triton", or "auto": triton on a machine with a GPU, else cpu where it can, reference
     for the rest. parameters, pages: element types of the model and its KV. head_dim: size of a head. group: query heads
-    per key head.
-    Raises ConfigError when "cpu" or "triton" was asked for and cannot run here, or not such a model.
+    per key head. attention, exact: of EngineConfig.
+    Raises ConfigError when "cpu" or "triton" was asked for and cannot run here, or not such a model, and for attention
+    or exactness that the backend does not have.
     """
     cpu_only = torch.device("cpu")
     if backend == "triton" or (backend == "auto" and torch.cuda.is_available()):
-        return _triton(parameters, pages)
+        return _triton(parameters, pages, attention, exact)
+    if attention != "auto":
+        raise ConfigError(
+            f"attention={attention!r} chooses kernels of a GPU, and this engine has none; leave it 'auto'"
+        )
     reason = cpu.unavailable(parameters, pages, head_dim, group)
     if backend == "cpu" and reason is not None:
         raise ConfigError(f"backend='cpu' cannot run here: {reason}; use backend='reference' or 'auto'")
     if backend == "reference" or reason is not None:
-        return _Selected("reference", reference, cpu_only)  # type: ignore[return-value]
-    return _Selected("cpu", autograd, cpu_only)  # type: ignore[return-value]
+        if exact:
+            raise ConfigError(
+                "exact=True, but plain torch (backend='reference') gives a row other bits in other company; use "
+                f"backend='cpu'{'' if reason is None else f', which cannot run here: {reason}'}"
+            )
+        return _Selected("reference", reference, reference, cpu_only, exact=False)  # type: ignore[return-value]
+    functions = Differentiable(cpu, cpu_backward)
+    return _Selected("cpu", functions, cpu_backward, cpu_only, exact=True)  # type: ignore[return-value]
 
 
-def _triton(parameters: torch.dtype, pages: torch.dtype) -> Ops:
+def _triton(parameters: torch.dtype, pages: torch.dtype, attention: str, exact: bool) -> Ops:
     try:
-        from . import triton_ops
+        from . import triton_backward, triton_ops
     except ImportError as error:
         raise ConfigError(
             f"backend='triton' needs the package triton ({error}): pip install 'palimpsest-rl[triton]', or use "
@@ -142,4 +160,5 @@ def _triton(parameters: torch.dtype, pages: torch.dtype) -> Ops:
     for what, dtype in (("parameters", parameters), ("KV pages", pages)):
         if dtype not in triton_ops.DTYPES:
             raise ConfigError(f"backend='triton' takes float32 and bfloat16 {what}, not {dtype}; choose one of them")
-    return _Selected("triton", triton_ops, device)  # type: ignore[return-value]
+    functions = Differentiable(triton_ops.TritonKernels(attention, exact=exact), triton_backward)
+    return _Selected("triton", functions, triton_backward, device, exact=exact)  # type: ignore[return-value]

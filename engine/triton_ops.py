@@ -1,4 +1,4 @@
-"""The ops of `ops.Ops` on an NVIDIA GPU, by the Triton kernels; for inference. Imported when it is chosen.
+"""The ops of `ops.Ops` on an NVIDIA GPU, by Triton and CUDA C++ kernels. Imported when it is chosen.
 
 Activations are float32 between the ops; with bfloat16 parameters products take them rounded to bfloat16.
 """
@@ -15,27 +15,16 @@ from torch import Tensor
 from ..triton_kernels import activation, attention, norm, rotary, vocabulary
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
-from . import reference
+from . import cuda, reference
 from .draw import draw_rows
-from .errors import RequestError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .draw import Draw, Drawn
     from .ops import Spans
     from .packed_weight import PackedWeight
 
-__all__ = [
-    "attend",
-    "device",
-    "draw",
-    "embedding",
-    "linear",
-    "log_sum_exp",
-    "quantised_linear",
-    "rms_norm",
-    "rotate",
-    "silu_product",
-]
+__all__ = ["TritonKernels", "device"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Rows per span below which the tiles of the context go to programs of their own.
@@ -49,53 +38,89 @@ def device() -> torch.device | None:
     return torch.device("cpu") if INTERPRETED.value else None
 
 
-def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    _refuse_gradient(weight)
-    return F.embedding(ids, weight).to(dtype)
+class TritonKernels:
+    """The forward ops; triton_backward.py has their gradients.
+
+    exact: only kernels in which a row's bits depend on nothing but the row, whatever else is in its step.
+    """
+
+    def __init__(self, attention_kernels: str = "auto", *, exact: bool = False) -> None:
+        """attention_kernels: "triton", "cuda" (csrc/cuda for single rows, Triton for the rest), or "auto".
+
+        Raises ConfigError when "cuda" cannot run here, or contradicts `exact`.
+        """
+        reason = cuda.unavailable()
+        if attention_kernels == "cuda" and reason is not None:
+            raise ConfigError(f"attention='cuda' cannot run here: {reason}; use attention='auto' or 'triton'")
+        if attention_kernels == "cuda" and exact:
+            raise ConfigError(
+                "attention='cuda' has other bits for single rows than for many, which exact=True rules out; use "
+                "attention='triton', or exact=False"
+            )
+        self.exact = exact
+        self._few_rows_by_cuda = reason is None and not exact
+        self._decode_by_cuda = self._few_rows_by_cuda and attention_kernels != "triton"
+
+    def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.embedding(ids, weight).to(dtype)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._few_rows_by_cuda and cuda.fits_gemv(x, weight):
+            return cuda.gemv(x, weight, None, bias)
+        return products.linear(x, weight, bias)
+
+    def quantised_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        """Not there yet: the engine refuses such a model."""
+        raise NotImplementedError("the Triton kernels do not take packed weights")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary.rotate(x, positions, cos, sin)
+
+    def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+        reference.write_kv(key, value, key_pages, value_pages, slots)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
+        spans: Spans, scale: float,
+    ) -> Tensor:  # fmt: skip
+        """See ops.Ops.attend."""
+        self.write_kv(key, value, key_pages, value_pages, slots)
+        few_rows = len(query) < FEW_ROWS * len(spans.kv_length)
+        if self._decode_by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length)):
+            return _decode(query, key_pages, value_pages, spans, scale)
+        return attention.paged_attention(
+            query, key_pages, value_pages, spans.query_start, spans.kv_length, spans.pages, scale,
+            few_rows=few_rows, exact=self.exact,
+        )  # fmt: skip
+
+    def attention_with_stats(
+        self, query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The attending half of attend; -> (its result, the log2 of each row's sum [T, heads])."""
+        log_sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        out = attention.paged_attention(
+            query, key_pages, value_pages, spans.query_start, spans.kv_length, spans.pages, scale,
+            few_rows=False, exact=self.exact, log_sums=log_sums,
+        )  # fmt: skip
+        return out, log_sums
+
+    def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        return activation.silu_product(gate, up)
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        return vocabulary.log_sum_exp(logits)
+
+    def draw(self, logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+        return draw_rows(logits, rows, self.log_sum_exp)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    _refuse_gradient(weight)
-    return products.linear(x, weight, bias)
-
-
-def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Not there yet: `ops.select` refuses such a model."""
-    raise NotImplementedError("the Triton kernels do not take packed weights")
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return norm.rms_norm(x, weight, eps)
-
-
-def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotary.rotate(x, positions, cos, sin)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """See ops.Ops.attend."""
-    reference.write_kv(key, value, key_pages, value_pages, slots)
-    return attention.paged_attention(
-        query, key_pages, value_pages, spans.query_start, spans.kv_length, spans.pages, scale,
-        few_rows=len(query) < FEW_ROWS * len(spans.kv_length),
-    )  # fmt: skip
-
-
-def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    return activation.silu_product(gate, up)
-
-
-def log_sum_exp(logits: Tensor) -> Tensor:
-    return vocabulary.log_sum_exp(logits)
-
-
-def draw(logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
-    return draw_rows(logits, rows, log_sum_exp)
-
-
-def _refuse_gradient(parameter: Tensor) -> None:
-    if torch.is_grad_enabled() and parameter.requires_grad:
-        raise RequestError("backend='triton' can't train yet; use backend='cpu' or 'reference'")
+def _decode(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Attention of one row per span."""
+    scale *= attention.LOG2E
+    peaks, totals, partials, tile = cuda.paged_decode_partials(
+        query.contiguous(), key_pages, value_pages, spans.kv_length, spans.pages, scale
+    )
+    return attention.merge_tiles(peaks, totals, partials, spans.query_start, spans.kv_length, tile)

@@ -13,7 +13,6 @@ without the rows whose gradient is 0; in float32 even for bfloat16 weights, roun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..engine import cpu_backward, reference
 from ..engine.ops import Ops
 from .config import AlgorithmConfig
 from .loss import TokenRows, needs_whole_turns, policy_loss
@@ -43,15 +41,10 @@ class Head(NamedTuple):
     temperature: float
     ops: Ops
 
-    @property
-    def kernels(self) -> ModuleType:
-        """Where token_scores and the gradients are."""
-        return cpu_backward if self.ops.backend == "cpu" else reference
-
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[R, hidden], int64 [R] -> logits / temperature [R, vocabulary]; log-probability, entropy, log-sum-exp [R]."""
         logits = self.ops.linear(hidden, self.weight, None)
-        return (logits, *self.kernels.token_scores(logits, targets, self.temperature))
+        return (logits, *self.ops.loss.token_scores(logits, targets, self.temperature))
 
 
 class FusedLoss(NamedTuple):
@@ -180,7 +173,7 @@ class _Run:
         if not bool(moved.all()):
             values = [value[moved] for value in values]
         hidden, logits, targets, entropies, log_sums, of_logprobs, of_entropies = values
-        head, kernels = self.head, self.head.kernels
+        head, kernels = self.head, self.head.ops.loss
         kernels.token_scores_grad(logits, targets, head.temperature, entropies, log_sums, of_logprobs, of_entropies)
         if self.hidden_grad is not None:
             self.hidden_grad[part][moved] = kernels.linear_input_grad(logits, head.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,8 @@ class GroupLoss:
     def _packs(self, turns: list[Turn]) -> Iterator[Pack]:
         config = self._config
         ids = [(turn.prompt_ids, turn.response_ids) for turn in turns]
-        return pack_turns(ids, config.train_tokens, self._engine.config.page_size, config.share_prefixes)
+        packs = pack_turns(ids, config.train_tokens, self._engine.config.page_size, config.share_prefixes)
+        return (pack.to(self._engine.model.ops.device) for pack in packs)
 
     def _hidden(self, model: Decoder, pack: Pack, recompute: bool) -> Tensor:
         return response_rows(model, pack, self._engine.config.page_size, self._kv_dtype, recompute)
@@ -99,14 +100,20 @@ class GroupLoss:
 
     def _rows(self, pack: Pack, turns: list[_TokenTurn], old: OldLogprobs | None, group: Group) -> TokenRows:
         """What the tokens of a pack carry. turns: those of the pack, in its order."""
-        dtype, lengths = self._engine.model.activation_dtype, torch.tensor(pack.lengths)
-        drawn = torch.tensor([logprob for turn in turns for logprob in turn.turn.logprobs], dtype=dtype)
+        model = self._engine.model
+        device = model.ops.device
+        lengths = torch.tensor(pack.lengths, device=device)
+
+        def floats(values: Iterable[float]) -> Tensor:
+            return torch.tensor([*values], dtype=model.activation_dtype, device=device)
+
+        drawn = floats(logprob for turn in turns for logprob in turn.turn.logprobs)
         corrected = self._config.algorithm.correction != "none"
         before = None if old is None else torch.cat([old[id(turn.turn)] for turn in turns])
         return TokenRows(
-            advantages=torch.tensor([turn.advantage for turn in turns], dtype=dtype).repeat_interleave(lengths),
-            weights=torch.tensor([turn.weight for turn in turns], dtype=dtype).repeat_interleave(lengths),
-            turns=torch.arange(len(turns)).repeat_interleave(lengths),
+            advantages=floats(turn.advantage for turn in turns).repeat_interleave(lengths),
+            weights=floats(turn.weight for turn in turns).repeat_interleave(lengths),
+            turns=torch.arange(len(turns), device=device).repeat_interleave(lengths),
             old_logprobs=before if corrected else drawn,
             rollout_logprobs=drawn if corrected else None,
             reference_logprobs=self._reference_logprobs(pack, group),

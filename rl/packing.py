@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -39,6 +39,17 @@ class Pack:
     targets: Tensor
     turns: list[int]
     lengths: list[int]
+
+    def to(self, device: torch.device) -> Pack:
+        """With its tensors there."""
+        batch, spans = self.batch, self.batch.spans
+        moved = Batch(
+            batch.ids.to(device),
+            batch.positions.to(device),
+            batch.slots.to(device),
+            Spans(spans.query_start.to(device), spans.kv_length.to(device), spans.pages.to(device)),
+        )
+        return replace(self, batch=moved, rows=self.rows.to(device), targets=self.targets.to(device))
 
 
 def pack_turns(turns: Sequence[Ids], budget: int, page_size: int, share: bool = True) -> Iterator[Pack]:
@@ -72,7 +83,7 @@ def response_rows(model: Decoder, pack: Pack, page_size: int, kv_dtype: torch.dt
     config = model.config
     shape = (pack.num_pages, config.num_kv_heads, page_size, config.head_dim)
     # One layer's pages serve all layers: a layer reads only what it has just written.
-    scratch = KVPages(*(torch.empty(shape, dtype=kv_dtype) for _ in range(2)))
+    scratch = KVPages(*(torch.empty(shape, dtype=kv_dtype, device=model.ops.device) for _ in range(2)))
     hidden = model(pack.batch, [scratch] * config.num_layers, recompute=recompute)
     return torch.index_select(hidden, 0, pack.rows)  # its backward adds in the order of the rows
 

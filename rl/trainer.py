@@ -57,16 +57,14 @@ class Trainer:
     ) -> None:
         """process_group: the ranks that train together; where their weights differ, those of rank 0 are taken.
 
-        Raises ConfigError for an engine with quantised weights or KV or on a GPU, for a reference without its adapters,
-        and when the memory does not suffice."""
+        Raises ConfigError for an engine with quantised weights or KV, for a reference without its adapters, and
+        when the memory does not suffice."""
         self.engine = engine
         self._ranks = ProcessGroup() if process_group is None else process_group
         self.config = config = TrainerConfig() if config is None else config
         for name, value in (("weights", engine.config.weights), ("kv_dtype", engine.config.kv_dtype)):
             if value not in ("native", None, *DTYPES):
                 raise ConfigError(f"this engine has {name}={value!r}: quantised numbers have no gradient; leave it out")
-        if engine.model.ops.backend == "triton":
-            raise ConfigError("the Triton backend does not train yet; make the engine with backend='cpu'")
         self.plan = _plan(engine, config, self._ranks)
         if self._ranks.main:
             print(self.plan, file=sys.stderr)

@@ -24,7 +24,7 @@ from torch import Tensor
 from .arithmetic import dot, narrow
 from .tuning import attention_blocks
 
-__all__ = ["TILE", "SharedPrefix", "paged_attention"]
+__all__ = ["LOG2E", "TILE", "SharedPrefix", "merge_tiles", "paged_attention"]
 
 TILE = 1024  # tokens of context per partial result
 BLOCK_N = 64  # tokens of context per matrix product
@@ -231,9 +231,22 @@ def paged_attention(
         launch(shared.query_start, shared.kv_length, shared.pages, torch.zeros_like(shared.kv_length), width, False)
     skipped = nothing if shared is None else shared.skipped
     launch(query_start, kv_length, pages, skipped, tiles if few_rows else 1, True)
-    if few_rows:
+    return merge_tiles(peaks, totals, partials, query_start, kv_length, TILE) if few_rows else out
+
+
+def merge_tiles(
+    peaks: Tensor, totals: Tensor, partials: Tensor, query_start: Tensor, kv_length: Tensor, tile: int
+) -> Tensor:
+    """Fold the partial results of `tile` tokens each -> float32 [T, heads, head_dim].
+
+    peaks, totals: float32 [T, heads, tiles]: largest score, and sum of 2^(score - peak). partials: float32
+    [T, heads, tiles, head_dim], the values weighted so.
+    """
+    tokens, heads, tiles, head_dim = partials.shape
+    out = torch.empty(tokens, heads, head_dim, dtype=torch.float32, device=partials.device)
+    if tokens:
         merge_kernel[(tokens, heads)](
             peaks, totals, partials, query_start, kv_length, out, len(kv_length), heads, tiles,
-            DIM=head_dim, BLOCK_D=block_d, TILE=TILE,
+            DIM=head_dim, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), TILE=tile,
         )  # fmt: skip
     return out

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from palimpsest.engine import autograd, cpu, cpu_backward, reference
+from palimpsest.engine import cpu, cpu_backward, reference
+from palimpsest.engine.autograd import Differentiable
 from palimpsest.engine.ops import Spans
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
 from torch import Tensor
 
 Op = Callable[..., Tensor]
 OnEachIsa = Callable[[Callable[[], Tensor]], list[Tensor]]
+KERNELS = Differentiable(cpu, cpu_backward)
 WEIGHTS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # rows, in, out: below, at and above a block of the sum, a vector, a tile and a task
 SHAPES = [(1, 1, 1), (3, 33, 255), (13, 96, 31), (47, 97, 513), (256, 48, 17), (300, 31, 70), (530, 200, 65)]
@@ -42,14 +44,14 @@ def assert_exact(kernel: Op, plain: Op, inputs: Sequence[Tensor], towards: Tenso
 def test_linear(isa: str, rows: int, size: int, out: int, bias: bool) -> None:
     inputs = [torch.randn(rows, size), torch.randn(out, size), torch.randn(out)]
     rest = [] if bias else [None]
-    assert_exact(autograd.linear, reference.linear, inputs[: 2 + bias], torch.randn(rows, out), *rest)
+    assert_exact(KERNELS.linear, reference.linear, inputs[: 2 + bias], torch.randn(rows, out), *rest)
 
 
 def test_linear_in_bfloat16_is_that_in_float32_rounded_once(isa: str) -> None:
     x, weight, bias, towards = torch.randn(70, 90), torch.randn(50, 90), torch.randn(50), torch.randn(70, 50)
     narrow = [weight.bfloat16(), bias.bfloat16()]
-    ours = gradients(autograd.linear, [x, *narrow], towards)
-    wide = gradients(autograd.linear, [x, *(w.float() for w in narrow)], towards)
+    ours = gradients(KERNELS.linear, [x, *narrow], towards)
+    wide = gradients(KERNELS.linear, [x, *(w.float() for w in narrow)], towards)
     assert_same_bits([ours[0], wide[0]])
     for a, b in zip(ours[1:], wide[1:], strict=True):
         assert a.dtype == torch.bfloat16 and torch.equal(a, b.bfloat16())
@@ -99,7 +101,7 @@ def test_linear_sums_up_in_blocks_of_256(isa: str) -> None:
 
 def test_linear_without_rows(isa: str) -> None:
     x, weight, bias = gradients(
-        autograd.linear, [torch.empty(0, 4), torch.randn(3, 4), torch.randn(3)], torch.empty(0, 3)
+        KERNELS.linear, [torch.empty(0, 4), torch.randn(3, 4), torch.randn(3)], torch.empty(0, 3)
     )
     assert x.shape == (0, 4) and weight.eq(0).all() and weight.shape == (3, 4) and bias.eq(0).all()
 
@@ -110,12 +112,12 @@ def test_linear_without_rows(isa: str) -> None:
 @pytest.mark.parametrize("n", [1, 16, 100, 577])
 def test_silu_product(isa: str, n: int) -> None:
     inputs = [torch.randn(70, n) * 4, torch.randn(70, n)]
-    assert_exact(autograd.silu_product, reference.silu_product, inputs, torch.randn(70, n))
+    assert_exact(KERNELS.silu_product, reference.silu_product, inputs, torch.randn(70, n))
 
 
 @pytest.mark.parametrize("n", [1, 15, 300, 5000])
 def test_log_sum_exp(isa: str, n: int) -> None:
-    assert_exact(autograd.log_sum_exp, reference.log_sum_exp, [torch.randn(9, n) * 5], torch.randn(9))
+    assert_exact(KERNELS.log_sum_exp, reference.log_sum_exp, [torch.randn(9, n) * 5], torch.randn(9))
 
 
 def test_passes_have_one_order(on_each_isa: OnEachIsa) -> None:
@@ -123,9 +125,9 @@ def test_passes_have_one_order(on_each_isa: OnEachIsa) -> None:
     gate, up, towards, logits = (torch.randn(333, 333) for _ in range(4))
 
     def compute() -> Tensor:
-        found = gradients(autograd.silu_product, [gate, up], towards)
-        found += gradients(autograd.log_sum_exp, [logits], towards[0])
-        found += gradients(autograd.rms_norm, [gate, up[0]], towards, 1e-5)
+        found = gradients(KERNELS.silu_product, [gate, up], towards)
+        found += gradients(KERNELS.log_sum_exp, [logits], towards[0])
+        found += gradients(KERNELS.rms_norm, [gate, up[0]], towards, 1e-5)
         return torch.cat([x.flatten() for x in found])
 
     torch.set_num_threads(1)
@@ -181,11 +183,11 @@ class Case:
         return gradients(op, inputs, self.towards, *pages, self.slots, self.spans, 0.17)
 
     def flat(self) -> Tensor:
-        return torch.cat([x.flatten() for x in self.run(autograd.attend)])
+        return torch.cat([x.flatten() for x in self.run(KERNELS.attend)])
 
     def assert_exact(self) -> None:
         exact = self.run(reference.attend, torch.float64)
-        for ours, plain, truth in zip(self.run(autograd.attend), self.run(reference.attend), exact, strict=True):
+        for ours, plain, truth in zip(self.run(KERNELS.attend), self.run(reference.attend), exact, strict=True):
             assert_as_exact_as_torch(ours, plain, truth)
 
 
@@ -216,9 +218,9 @@ def test_attention_with_large_scores(isa: str) -> None:
 def test_attention_over_bfloat16_pages(isa: str) -> None:
     """The gradient is that at the rounded keys and values, to the bit."""
     case = Case([100, 140])
-    narrow = case.run(autograd.attend, kv_dtype=torch.bfloat16)
+    narrow = case.run(KERNELS.attend, kv_dtype=torch.bfloat16)
     case.inputs[1:] = [x.bfloat16().float() for x in case.inputs[1:]]
-    assert_same_bits([torch.cat([x.flatten() for x in grads]) for grads in (narrow, case.run(autograd.attend))])
+    assert_same_bits([torch.cat([x.flatten() for x in grads]) for grads in (narrow, case.run(KERNELS.attend))])
 
 
 def test_attention_has_one_order(on_each_isa: OnEachIsa) -> None:
@@ -233,7 +235,7 @@ def test_attention_does_not_depend_on_company_or_pages(isa: str) -> None:
     case = Case([170, 90], page_size=16)
     alone = Case([90], page_size=7, seed=3)
     alone.inputs, alone.towards = [x[170:].clone() for x in case.inputs], case.towards[170:].clone()
-    for together, by_itself in zip(case.run(autograd.attend), alone.run(autograd.attend), strict=True):
+    for together, by_itself in zip(case.run(KERNELS.attend), alone.run(KERNELS.attend), strict=True):
         assert_same_bits([together[170:], by_itself])
 
 
@@ -244,20 +246,20 @@ def test_where_a_sequence_is_cut_into_spans(isa: str) -> None:
     def cut(*cuts: int) -> list[Tensor]:
         case = Case([], cuts=cuts)
         case.inputs, case.towards = whole.inputs, whole.towards
-        return case.run(autograd.attend)
+        return case.run(KERNELS.attend)
 
-    for ours, same in zip(whole.run(autograd.attend), cut(64, 96, 140), strict=True):
+    for ours, same in zip(whole.run(KERNELS.attend), cut(64, 96, 140), strict=True):
         assert_same_bits([ours, same])
     anywhere = cut(50, 250)
     for ours, same in zip(anywhere, cut(50, 78, 172), strict=True):
         assert_same_bits([ours, same])
-    assert_same_bits([whole.run(autograd.attend)[0], anywhere[0]])
+    assert_same_bits([whole.run(KERNELS.attend)[0], anywhere[0]])
 
 
 def test_attention_of_nothing(isa: str) -> None:
-    assert [x.shape[0] for x in Case([]).run(autograd.attend)] == [0, 0, 0]
+    assert [x.shape[0] for x in Case([]).run(KERNELS.attend)] == [0, 0, 0]
     case = Case([3, 0, 2])
-    assert all(x.isfinite().all() for x in case.run(autograd.attend))
+    assert all(x.isfinite().all() for x in case.run(KERNELS.attend))
 
 
 def test_a_row_seen_at_two_positions_is_refused(isa: str) -> None:
@@ -267,7 +269,7 @@ def test_a_row_seen_at_two_positions_is_refused(isa: str) -> None:
     second[:2] = torch.stack([first[1], second[0]])  # goes on from the second page of the other span
     case.spans.kv_length[1] = 32
     with pytest.raises(ValueError, match="row 16 is seen at position 16 and at 0"):
-        case.run(autograd.attend)
+        case.run(KERNELS.attend)
 
 
 def test_other_layouts_are_refused(isa: str) -> None:

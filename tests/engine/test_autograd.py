@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from palimpsest.engine import autograd, checkpoint, cpu, reference
+from palimpsest.engine import checkpoint, cpu, cpu_backward, reference
+from palimpsest.engine.autograd import Differentiable
 from palimpsest.engine.model import Batch, Decoder, KVPages
 from palimpsest.engine.ops import Ops, Spans, select
 from palimpsest.engine.quant import quantise_weight
@@ -18,6 +19,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="the extension is not built")
 
+KERNELS = Differentiable(cpu, cpu_backward)
 PAGE_SIZE = 8
 SHARED = 16  # tokens of a prefix that is computed once, whole pages
 MODELS = {
@@ -167,7 +169,7 @@ def attend_with(ops: Any, kv_dtype: torch.dtype) -> Callable[..., Tensor]:
     return attend
 
 
-@pytest.mark.parametrize("ops", [autograd, reference])
+@pytest.mark.parametrize("ops", [KERNELS, reference])
 def test_int8_pages_have_no_gradient(ops: Any) -> None:
     pages = [torch.zeros(4, 1, 3, 8, dtype=torch.int8) for _ in range(2)]
     inputs = attention_inputs(torch.float32)
@@ -199,7 +201,7 @@ CASES: dict[str, tuple[Callable[[Ops], Callable[..., Tensor]], list[tuple[int, .
 def test_an_op_has_the_bits_of_its_kernel_and_the_gradient_of_its_twin(name: str) -> None:
     make, shapes = CASES[name]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    result = make(autograd)(*inputs)  # type: ignore[arg-type]
+    result = make(KERNELS)(*inputs)  # type: ignore[arg-type]
     assert_same_bits([result.detach(), make(cpu)(*(x.detach() for x in inputs))])  # type: ignore[arg-type]
     towards = torch.randn(result.shape)
     plain = make(reference)(*inputs)  # type: ignore[arg-type]
@@ -224,7 +226,7 @@ def test_ids_that_come_often_add_up_in_the_order_of_the_rows() -> None:
         expected[i] += row
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        (grad,) = torch.autograd.grad(autograd.embedding(ids, weight, torch.float32), weight, towards)
+        (grad,) = torch.autograd.grad(KERNELS.embedding(ids, weight, torch.float32), weight, towards)
         assert_same_bits([grad, expected])
 
 
@@ -233,26 +235,26 @@ def test_keys_of_an_earlier_step_are_refused() -> None:
     query, key, value = attention_inputs(torch.float32)
     pages = [torch.zeros(4, 1, 3, 4) for _ in range(2)]
     with pytest.raises(ValueError, match="3 of the keys that spans read come from an earlier step"):
-        autograd.attend(
+        KERNELS.attend(
             query[3:], key[3:], value[3:], *pages, SLOTS[3:],
             Spans(torch.tensor([0, 2], dtype=torch.int32), SPANS.kv_length[1:], SPANS.pages[1:]), 0.5,
         )  # fmt: skip
     with pytest.raises(ValueError, match="two rows of the batch write one slot"):
-        autograd.attend(query, key, value, *pages, SLOTS * 0 + 3, SPANS, 0.5)
+        KERNELS.attend(query, key, value, *pages, SLOTS * 0 + 3, SPANS, 0.5)
 
 
 def test_quantised_layers_are_refused() -> None:
     x, weight = torch.randn(3, 64), quantise_weight(torch.randn(5, 64), "int8")
     with pytest.raises(ValueError, match="no gradient"):
-        autograd.quantised_linear(x.requires_grad_(), weight, None)
+        KERNELS.quantised_linear(x.requires_grad_(), weight, None)
     with torch.no_grad():
-        assert_same_bits([autograd.quantised_linear(x, weight, None), cpu.quantised_linear(x, weight, None)])
+        assert_same_bits([KERNELS.quantised_linear(x, weight, None), cpu.quantised_linear(x, weight, None)])
 
 
 def test_pages_may_be_used_again_before_the_backward_pass() -> None:
     inputs = attention_inputs(torch.float32)
     pages = [torch.zeros(4, 1, 3, 4) for _ in range(2)]
-    result = autograd.attend(*inputs, *pages, SLOTS, SPANS, 0.5)
+    result = KERNELS.attend(*inputs, *pages, SLOTS, SPANS, 0.5)
     expected = torch.autograd.grad(result.sum(), inputs, retain_graph=True)
     for x in pages:
         x.fill_(torch.nan)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from palimpsest import ConfigError, Engine, EngineConfig, SamplingParams
+from palimpsest import AgentConfig, ConfigError, Engine, EngineConfig, MemoryAgent, SamplingParams
+from palimpsest.engine.acceptance import Acceptance
+from palimpsest.engine.draft import Drafter
+from palimpsest.rl.trajectory import Trajectory
+from palimpsest.tests.rl.test_trainer import (
+    DOCUMENTS,
+    SAMPLED,
+    any_gradient,
+    assert_close,
+    config_of,
+    make_engine,
+    roll,
+)
 from palimpsest.tests.tiny_models import make_model_folder
 
 
@@ -30,7 +44,36 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
         Engine(folder, EngineConfig(backend="triton", weights="int8"))
     with pytest.raises(ConfigError, match="float64"):
         Engine(folder, EngineConfig(backend="triton", dtype="float64"))
-    engine = Engine(folder, EngineConfig(backend="triton", kv_bytes=2**20))
-    engine.model.requires_grad_(True)
-    with pytest.raises(Exception, match="can't train yet"), torch.enable_grad():
-        engine.model.logits(torch.randn(1, engine.model.config.hidden_size, device=engine.model.ops.device))
+    with pytest.raises(ConfigError, match="attention='cuda' cannot run here"):
+        Engine(folder, EngineConfig(backend="triton", attention="cuda"))
+
+
+def test_drafts_change_nothing_with_exact_kernels(tmp_path: Path) -> None:
+    engine = make_engine(make_model_folder(tmp_path, "qwen2"), backend="triton", exact=True)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=4, ignore_eos=True)
+    prompt = [5, 6, 7, 8, 9, 10]
+    (plain,) = engine.generate([prompt], params)
+    guess = plain.token_ids[:2] + array("i", [1, 1])
+    engine.add(prompt, params, drafter=Drafter({"memory": guess}, Acceptance(), repeats=True))
+    drafted = next(u.completion for _ in range(9) for u in engine.step() if u.completion)
+    assert drafted.counters.drafts["memory"].accepted == 2
+    assert drafted.token_ids == plain.token_ids
+    # The interpreter multiplies by numpy, whose bits depend on the shape of a block; a GPU's do not.
+    close = pytest.approx(plain.logprobs, abs=1e-5)
+    assert drafted.logprobs == (plain.logprobs if torch.cuda.is_available() else close)
+
+
+def test_the_gradient_is_that_of_the_cpu(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "qwen2", tie_word_embeddings=True)
+    on_cpu = make_engine(folder, backend="cpu")
+    agent = AgentConfig(chunk_tokens=60, memory_tokens=3, answer_tokens=2, sampling=SAMPLED)
+    (group,) = roll(MemoryAgent(on_cpu, agent), size=2, documents=[DOCUMENTS[1][:100]])
+    short = replace(group, trajectories=[_with_short_prompts(trajectory) for trajectory in group.trajectories])
+    expected, _ = any_gradient(on_cpu, config_of(), [short])
+    ours, _ = any_gradient(make_engine(folder, backend="triton"), config_of(), [short])
+    assert_close(ours, expected, 1e-4)
+
+
+def _with_short_prompts(trajectory: Trajectory) -> Trajectory:
+    """The interpreter takes its time."""
+    return replace(trajectory, turns=[replace(turn, prompt_ids=turn.prompt_ids[-10:]) for turn in trajectory.turns])
