@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -30,5 +33,32 @@ inline void use_huge_pages(std::vector<std::pair<std::uintptr_t, std::size_t>> r
     (void)ranges;
 #endif
 }
+
+// Floats on huge pages where Linux has some.
+class HugeBuffer {
+  public:
+    // At least `count` of them; what they held is lost when there were fewer before.
+    float* floats(std::size_t count) {
+        if (count > count_) {
+            constexpr std::size_t kHuge = 2 << 20;
+            std::size_t bytes = (count * sizeof(float) + kHuge - 1) / kHuge * kHuge;
+            count_ = 0;
+            data_.reset(static_cast<float*>(std::aligned_alloc(kHuge, bytes)));
+            if (!data_) throw std::bad_alloc();
+#if defined(__linux__)
+            (void)madvise(data_.get(), bytes, MADV_HUGEPAGE);
+#endif
+            count_ = count;
+        }
+        return data_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(float* p) const { std::free(p); }
+    };
+    std::unique_ptr<float[], Free> data_;
+    std::size_t count_ = 0;
+};
 
 }  // namespace palimpsest

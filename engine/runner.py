@@ -167,6 +167,8 @@ class Runner:
 
 def _select(hidden: Tensor, rows: list[int]) -> Tensor:
     """Some rows (rising), in place where they are neighbours, as in a step that only decodes."""
+    if len(rows) == len(hidden):
+        return hidden
     first, last = rows[0], rows[-1]
     return hidden[first : last + 1] if last - first < len(rows) else hidden[rows]
 

@@ -130,9 +130,8 @@ void Decoder::run(const DecoderBatch& batch, float* hidden) {
                      wide,   wide,   plan.floats(),          rounded};
     Index total = 0;
     for (Index& size : sizes) total += size = (size + 15) / 16 * 16;
-    if (Index(buffer_.size()) < total) buffer_.resize(total);
     float* parts[std::size(sizes)];
-    float* next = buffer_.data();
+    float* next = buffer_.floats(total);
     for (std::size_t i = 0; i < std::size(sizes); next += sizes[i++]) parts[i] = next;
     Scratch s{parts[0], parts[1], parts[2], parts[3],  parts[4],  parts[5], parts[6],
               parts[7], parts[8], parts[9], parts[10], parts[11], parts[12]};

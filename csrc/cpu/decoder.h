@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "../huge_pages.h"
 #include "kernels.h"
 
 namespace palimpsest::cpu {
@@ -67,7 +68,7 @@ class Decoder {
     DecoderShape shape_;
     Parameter embedding_, norm_;
     std::vector<LayerWeights> layers_;
-    std::vector<float> buffer_;  // grows to the largest step seen, and stays: no allocation on the hot path
+    HugeBuffer buffer_;  // grows to the largest step seen, and stays: no allocation on the hot path
 };
 
 }  // namespace palimpsest::cpu
