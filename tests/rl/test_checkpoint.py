@@ -53,6 +53,7 @@ class Little:
         assert report.updates == 1 and report.first["largest_difference"] == 0
         assert sum(counters.proposed for turn in turns for counters in turn.drafts.values()) > 0
         said = [report.step, report.reward, report.gradient_norms, report.learning_rates, report.all]
+        said.append(self.trainer.engine.weights_version)
         return [*said, [(turn.response_ids, turn.logprobs) for turn in turns], self.rollout.samples]
 
     def weights(self) -> dict[str, torch.Tensor]:
