@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         return int(import_module(f".bench.{args.name}", __package__).main(args.options))
     if args.command == "train":
         train = import_module(".rl.train", __package__)
-        return int(train.run(args.config, args.set))
+        return int(train.run(args.config, args.set, args.resume))
     from .engine import ask
 
     return ask.run(args)
@@ -136,6 +136,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         metavar="KEY=VALUE",
         help="change a value of the file, as in optimizer.learning_rate=1e-5; may be given many times",
+    )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in log.folder; start where there is none",
     )
 
 

@@ -20,7 +20,7 @@ from .memory_reading import MemoryReading
 from .reading import Event, Request, Turn, TurnEnded
 from .sequence import DraftCounters
 
-__all__ = ["FORMAT", "Trace", "traced", "turn_from", "turn_values"]
+__all__ = ["FORMAT", "Trace", "differences", "traced", "turn_from", "turn_values"]
 
 FORMAT = 1
 TURN_FIELDS = tuple(field.name for field in dataclasses.fields(Turn))
@@ -231,7 +231,7 @@ def _compare(path: Path, recorded: Mapping[str, Any], given: Mapping[str, Any]) 
         raise TraceError(
             f"{path} is not a trace of format {FORMAT}: its first line has format {recorded.get('format')!r}"
         )
-    found = dict(_differences(recorded, given))
+    found = dict(differences(recorded, given))
     found.pop("model.model", None)  # where it lies; which one it is say its fingerprints
     if found:
         details = "; ".join(f"{key} was {was!r} and is now {now!r}" for key, (was, now) in found.items())
@@ -240,10 +240,11 @@ def _compare(path: Path, recorded: Mapping[str, Any], given: Mapping[str, Any]) 
         )
 
 
-def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+def differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Where two nested mappings of JSON values differ: keys joined by dots, with both values."""
     if isinstance(was, dict) and isinstance(now, dict):
         for name in dict.fromkeys([*was, *now]):
-            yield from _differences(was.get(name), now.get(name), f"{key}.{name}" if key else name)
+            yield from differences(was.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif was != now:
         yield key, (was, now)
 

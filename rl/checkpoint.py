@@ -32,7 +32,6 @@ from ..engine.engine import Engine
 from ..engine.errors import CheckpointError
 from ..engine.tensor_files import StoredTensor, read_header
 from .process_group import ProcessGroup
-from .random_state import random_state, set_random_state
 from .trainer import Trainer
 
 __all__ = ["CheckpointConfig", "Checkpoints"]
@@ -73,7 +72,13 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         found = [place for place in self.folder.iterdir() if NAME.fullmatch(place.name)]
-        return sorted(found, key=lambda place: int(place.name.removeprefix("step-")))
+        return sorted(found, key=_steps)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps taken before the newest one was saved."""
+        places = self.all()
+        return _steps(places[-1]) if places else None
 
     def save(self, trainer: Trainer, run: Mapping[str, Any], score: float | None = None) -> Path:
         """Write a checkpoint of the steps taken so far; -> its folder. Then older ones go that are not to be kept.
@@ -93,7 +98,7 @@ class Checkpoints:
             file = place / _shard(ranks.rank, ranks.size)
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
             flush(file)  # by the machine that wrote it
-            told = ranks.gather({"run": dict(run), "random": random_state()})  # so every file is there now
+            told = ranks.gather(dict(run))  # so every file is there now
             if ranks.main:
                 weights = trainer.engine.describe()["weights"]
                 header = {"format": FORMAT, "step": trainer.steps, "score": score, "weights": weights}
@@ -108,12 +113,12 @@ class Checkpoints:
         return target
 
     def restore(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Bring trainer, engine and random generators to the newest checkpoint; -> what the run had given to it.
+        """Bring trainer and engine to the newest checkpoint; -> what this rank of the run had given to it.
 
         None without any checkpoint. Another number of ranks than before is fine. Raises CheckpointError, naming the
         newest one, when it is damaged or of another model; an older one is never taken silently.
         """
-        place = self._ranks.gather(self._newest() if self._ranks.main else None)[0]
+        place = self._ranks.gather(self._whole() if self._ranks.main else None)[0]
         if place is None:
             return None
         state = read_json(place / STATE)
@@ -123,12 +128,11 @@ class Checkpoints:
             raise CheckpointError(f"{place} was saved with another model below its adapters; give the same model")
         trainer.load_state_dict(state["trainer"] | {"optimizer": _Tensors(stored)})
         told = state["ranks"]
-        if self._ranks.rank < len(told):
-            set_random_state(told[self._ranks.rank]["random"])
-        run: dict[str, Any] = told[min(self._ranks.rank, len(told) - 1)]["run"]
+        run: dict[str, Any] = told[min(self._ranks.rank, len(told) - 1)]
         return run
 
-    def _newest(self) -> Path | None:
+    def _whole(self) -> Path | None:
+        """The newest."""
         places = self.all()
         if not places:
             return None
@@ -183,6 +187,10 @@ def _content(file: Path) -> _Content:
 
 def _files(place: Path) -> list[str]:
     return sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
+
+
+def _steps(place: Path) -> int:
+    return int(place.name.removeprefix("step-"))
 
 
 def _shard(rank: int, size: int) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from .config_file import load_config
 from .run import Run
+from .termination import Terminated
 
 __all__ = ["run"]
 
 
-def run(path: str, changes: Sequence[str]) -> int:
-    """Carry out the command; -> exit code. Raises PalimpsestError."""
-    Run(load_config(path, changes)).train()
+def run(path: str, changes: Sequence[str], resume: bool) -> int:
+    """Carry out the command; -> exit code: 0, 143 after SIGTERM, 130 after Ctrl-C. Raises PalimpsestError."""
+    run = Run(load_config(path, changes), resume=resume)
+    try:
+        run.train()
+    except Terminated as error:
+        print(f"palimpsest: {error}; saved {run.checkpoints.all()[-1]}, --resume goes on from it", file=sys.stderr)
+        return error.exit_code
     return 0

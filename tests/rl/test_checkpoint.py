@@ -19,6 +19,7 @@ from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.checkpoint import Checkpoints
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
+from palimpsest.rl.random_state import random_state, set_random_state
 from palimpsest.rl.rollout import Rollout
 from palimpsest.rl.trainer import Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
@@ -56,6 +57,9 @@ class Little:
         said.append(self.trainer.engine.weights_version)
         return [*said, [(turn.response_ids, turn.logprobs) for turn in turns], self.rollout.samples]
 
+    def state(self) -> dict[str, Any]:
+        return {"rollout": self.rollout.state_dict(), "random": random_state()}
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.trainer.engine.model.named_parameters()}
 
@@ -69,7 +73,7 @@ def test_ten_steps_are_five_and_five_more(folder: Path, tmp_path: Path, kind: st
     whole = Little(folder, **changes)
     for _ in range(5):
         whole.step()
-    saved = Checkpoints(tmp_path).save(whole.trainer, {"rollout": whole.rollout.state_dict()})
+    saved = Checkpoints(tmp_path).save(whole.trainer, whole.state())
     assert saved.name == "step-00000005"
     expected = [whole.step() for _ in range(5)]
     drawn = numpy.random.random(), torch.rand(1).item()
@@ -78,6 +82,7 @@ def test_ten_steps_are_five_and_five_more(folder: Path, tmp_path: Path, kind: st
     run = Checkpoints(tmp_path).restore(resumed.trainer)
     assert run is not None
     resumed.rollout.load_state_dict(run["rollout"])
+    set_random_state(run["random"])
     assert [resumed.step() for _ in range(5)] == expected
     assert resumed.weights().keys() == whole.weights().keys()
     assert all(torch.equal(p, whole.weights()[name]) for name, p in resumed.weights().items())
