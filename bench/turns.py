@@ -54,7 +54,7 @@ class Turns:
         return self._turn(right, acceptance)
 
     def surprised(self) -> Sample:
-        """The first turn whose drafted memory proves all wrong."""
+        """A reading's first drafted turn, of whose memory all proves wrong."""
         return self._turn(0, Acceptance(self.engine.step_cost))
 
     def one_pass(self) -> Sample:

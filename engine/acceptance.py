@@ -8,7 +8,9 @@ __all__ = ["Acceptance", "StepCost"]
 
 FADING = 0.75  # weight of the past at each draft: some four drafts are remembered
 MOST_CREDIT = 32  # accepted tokens of one draft that count, so that a single long one does not outweigh what follows
-TRUSTED = (32.0, 0.0)  # accepted, rejected before the first draft: a memory is expected to repeat the old one
+# Accepted, rejected before the first draft. A memory is expected to repeat the old one; with this little doubt a long
+# one is first tried by some 300 tokens and by the third turn whole, so that a first one that proves wrong costs less.
+TRUSTED = (32.0, 0.02)
 UNKNOWN = (4.0, 1.0)
 PROBE_EVERY = 16  # tokens without a draft before one is tried whatever the average says
 PROBE = 2  # its length

@@ -146,6 +146,14 @@ def test_a_memory_that_is_all_new_costs_little_at_first_and_soon_nothing(bits):
     assert turns(1000, 3, acceptance, bits)[-1] < 60  # and it comes back
 
 
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_a_long_memory_is_trusted_whole_once_it_was_right(bits):
+    acceptance, long = Acceptance(StepCost.of_weights(bits)), text(1024, "long")
+    played = [Played(Drafter.for_prompt(segments(long, CHUNK), acceptance=acceptance), long) for _ in range(3)]
+    assert played[0].drafts[0][1] <= 300
+    assert [(one.drafts, one.steps) for one in played[2:]] == [([("memory", 1024, 1024)], 0)]
+
+
 def test_lookups_that_fail_become_rare():
     """Each token stands somewhere in the memory, and what follows there is never right."""
     shuffled = array("i", random.Random(0).sample(list(MEMORY), len(MEMORY)))
