@@ -16,7 +16,7 @@ from .engine.errors import PalimpsestError
 
 __all__ = ["build_parser", "main"]
 
-BENCHES = ("chunk_latency", "decode", "kernels", "loss", "prefill", "quality", "rl_step")
+BENCHES = ("chunk_latency", "decode", "kernels", "loss", "prefill", "quality", "reading_accuracy", "rl_step")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended

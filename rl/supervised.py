@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -85,6 +85,18 @@ class SupervisedTrainer:
         self._kv_dtype = engine.runner.pages[0].key.dtype
         self._optimizer = Optimizer(lora.trained_parameters(engine.model), self.config.optimizer)
         self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As Trainer.state_dict."""
+        state = {"steps": self.steps, "weights_version": self.engine.weights_version}
+        return state | {"optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As Trainer.load_state_dict."""
+        with self.engine.update():
+            self._optimizer.load_state_dict(state["optimizer"])
+        self.engine.weights_version = state["weights_version"]
+        self.steps = state["steps"]
 
     def step(self, examples: Iterable[Example]) -> SupervisedReport:
         """One update on the mean over all response tokens.

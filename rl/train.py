@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ..engine.errors import ConfigError
 from .config_file import load_config
 from .run import Run
+from .supervised_run import SupervisedRun
 from .termination import Terminated
 
 __all__ = ["run"]
@@ -14,7 +16,13 @@ __all__ = ["run"]
 
 def run(path: str, changes: Sequence[str], resume: bool) -> int:
     """Carry out the command; -> exit code: 0, 143 after SIGTERM, 130 after Ctrl-C. Raises PalimpsestError."""
-    run = Run(load_config(path, changes), resume=resume)
+    config = load_config(path, changes)
+    if config.objective == "sft":
+        if resume:
+            raise ConfigError("objective 'sft' does not go on with a run; begin anew, with another log.folder")
+        SupervisedRun(config).train()
+        return 0
+    run = Run(config, resume=resume)
     try:
         run.train()
     except Terminated as error:

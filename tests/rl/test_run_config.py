@@ -75,6 +75,10 @@ def test_a_key_says_what_kind_of_data_and_agent_is_meant(tmp_path: Path) -> None
         ("objective=poem", "objective must be one of"),
         ("data.document_tokens=5", "set both or neither"),
         ("data=null", "data must hold a mapping"),
+        ("data={task: slotz}", "data.task must be one of slots, slots_oracle, got 'slotz'"),
+        ("data={task: slots, lenght: 3}", "no key data.lenght"),
+        ("data={task: slots, tokens: 3}", "data: SlotsConfig.tokens must be"),
+        ("data={task: slots_oracle}", "objective 'rl' does not go with the data"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, change: str, message: str) -> None:
