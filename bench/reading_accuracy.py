@@ -113,11 +113,11 @@ def _memory(
     agent: MemoryAgent, source: Source, indices: Sequence[int], reward: str, sampling: SamplingParams
 ) -> Iterator[Row]:
     for outcome in outcomes(agent, source, indices, reward, sampling=sampling):
-        counters = outcome.counters
+        counters = outcome.reading.counters
         yield {
             "index": outcome.index,
             "reward": outcome.reward,
-            "answer": outcome.answer,
+            "answer": outcome.reading.answer,
             "turns": counters.turns,
             "tokens": counters.document_tokens,
             "undecoded": counters.undecoded_turns,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..engine.config import SamplingParams
 from ..engine.errors import RequestError
 from ..engine.memory_agent import MemoryAgent
-from ..engine.reading import ReadingCounters
+from ..engine.reading import Reading
 from .data import Source
 from .rewards import Reward, Scorer
 from .trajectory import Problem
@@ -21,12 +21,11 @@ __all__ = ["Evaluation", "Outcome", "evaluate", "outcomes"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one problem. index: its number in the source. reward: of the answer. counters: of the reading."""
+    """What became of a problem. index: its number in the source. reward: of the answer. reading: without its turns."""
 
     index: int
     reward: float
-    answer: str
-    counters: ReadingCounters
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Evaluation:
     def means(self) -> dict[str, float]:
         """By name, for logs. tokens_per_second: of the documents. undecoded: share of turns that took no decode step.
         truncated: share of turns whose memory was cut at its limit."""
-        counters = [outcome.counters for outcome in self.outcomes]
+        counters = [outcome.reading.counters for outcome in self.outcomes]
         turns = max(sum(each.turns for each in counters), 1)
         return {
             "problems": len(self.outcomes),
@@ -77,7 +76,8 @@ def evaluate(
     """Read the problems with these numbers, as many side by side as the engine has places, and reward the answers.
 
     sampling: instead of the agent's, for instance SamplingParams(temperature=0). told: called with each outcome as soon
-    as it is there. Turns are not kept, so memory does not grow with the documents. Raises as MemoryAgent.read does.
+    as it is there. Turns are not kept, so memory does not grow with the documents. The number of a problem is its
+    sample index: each is answered the same whatever others are read. Raises as MemoryAgent.read does.
     """
     started, found = time.perf_counter(), list[Outcome]()
     for outcome in outcomes(agent, source, indices, reward, sampling=sampling):
@@ -97,18 +97,30 @@ def outcomes(
     sampling: SamplingParams | None = None,
 ) -> Iterator[Outcome]:
     """See evaluate; outcomes come as their readings end."""
-    numbers = list(indices)
+    numbers = sorted(indices)
     if len(set(numbers)) < len(numbers):
         raise RequestError("the problems to evaluate on must have different numbers")
-    scorer, asked = Scorer(reward), dict[int, Problem]()
-
-    def tasks() -> Iterator[tuple[str | Iterable[str], str]]:
-        for number in numbers:
-            problem = asked[number] = source.problem(number)
-            yield problem.document, problem.question
-
+    scorer = Scorer(reward)
     config = dataclasses.replace(agent.config, sampling=sampling or agent.config.sampling, keep_turns=False)
     reader = MemoryAgent(agent.engine, config)
-    for task, _, reading in reader.rollouts(tasks(), 1):
-        number = numbers[task]
-        yield Outcome(number, scorer(reading.answer, asked.pop(number).answers), reading.answer, reading.counters)
+    for run in _runs(numbers):
+        asked = dict[int, Problem]()
+        tasks = _tasks(source, run, asked)
+        for task, _, reading in reader.rollouts(tasks, 1, first_sample=run.start, stride=run.step):
+            problem = asked.pop(run[task])
+            yield Outcome(run[task], scorer(reading.answer, problem.answers, problem.extra), reading)
+
+
+def _tasks(source: Source, run: range, asked: dict[int, Problem]) -> Iterator[tuple[str | Iterable[str], str]]:
+    for number in run:
+        problem = asked[number] = source.problem(number)
+        yield problem.document, problem.question
+
+
+def _runs(numbers: list[int]) -> Iterator[range]:
+    """Sorted numbers as ranges. A problem's number is its sample index, so that it always draws the same."""
+    while numbers:
+        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+        length = next((i for i, number in enumerate(numbers) if number != numbers[0] + i * step), len(numbers))
+        yield range(numbers[0], numbers[0] + length * step, step)
+        numbers = numbers[length:]

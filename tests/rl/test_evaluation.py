@@ -11,7 +11,7 @@ from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import RequestError
 from palimpsest.engine.memory_agent import MemoryAgent
-from palimpsest.engine.reading import ReadingCounters
+from palimpsest.engine.reading import Reading
 from palimpsest.rl.evaluation import Evaluation, Outcome, evaluate
 from palimpsest.rl.tasks.slots import Slots, SlotsConfig
 from palimpsest.rl.tasks.slots_model import FINAL, MEMORY_FIRST, write_model
@@ -45,16 +45,26 @@ def test_outcomes_are_those_of_the_agent(agent: MemoryAgent) -> None:
     for outcome in found.outcomes:
         problem = Uneven().problem(outcome.index)
         reading = greedy.read(problem.document, problem.question)
-        assert (outcome.answer, outcome.reward) == (reading.answer, len(reading.answer))
-        assert outcome.counters.document_tokens == 16 * (1 + (7 * outcome.index) % 5)
-        assert outcome.counters.undecoded_turns <= outcome.counters.turns == len(reading.turns)
+        assert (outcome.reading.answer, outcome.reward) == (reading.answer, len(reading.answer))
+        assert outcome.reading.counters.document_tokens == 16 * (1 + (7 * outcome.index) % 5)
+        assert outcome.reading.counters.undecoded_turns <= outcome.reading.counters.turns == len(reading.turns)
     means = found.means()
     assert means["problems"] == 7 and means["reward"] == found.reward
     assert means["tokens_per_second"] > 0 and 0 <= means["undecoded"] <= 1
 
 
+def test_what_is_drawn_depends_on_the_problem_alone(agent: MemoryAgent) -> None:
+    def answers(*indices: int) -> dict[int, str]:
+        found = evaluate(agent, Uneven(), indices, "em")
+        return {outcome.index: outcome.reading.answer for outcome in found.outcomes}
+
+    whole = answers(*range(12))
+    assert len(set(whole.values())) > 6
+    assert answers(9, 0, 4, 2, 3, 10) == {index: whole[index] for index in (0, 2, 3, 4, 9, 10)}
+
+
 def test_mean_and_standard_error() -> None:
-    found = Evaluation(tuple(Outcome(i, reward, "", ReadingCounters()) for i, reward in enumerate([1, 0, 1, 1])), 1.0)
+    found = Evaluation(tuple(Outcome(i, reward, Reading("", "", [])) for i, reward in enumerate([1, 0, 1, 1])), 1.0)
     assert found.reward == 0.75 and math.isclose(found.standard_error, 0.25)
     assert Evaluation((), 1.0).reward == 0.0 and Evaluation((), 1.0).standard_error == math.inf
 
