@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..engine.config import SamplingParams
+from ..engine.config import AgentConfig, SamplingParams
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError, PalimpsestError
 from ..engine.memory_agent import MemoryAgent
@@ -84,6 +84,8 @@ def run(
     path = model or config.model.path
     if path is None:
         raise ConfigError("no model is named: give --model, or model.path in the configuration")
+    if not isinstance(config.agent, AgentConfig):
+        raise ConfigError("reading_accuracy measures the memory agent; leave agent.function out")
     engine = Engine(path, config.model.engine)
     agent = MemoryAgent(engine, config.agent)
     subject = {**engine.describe(), "method": method, "seed": seed, "data": dataclasses.asdict(config.data)}

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ..engine import checkpoint
+from ..engine.config import AgentConfig
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError
@@ -29,8 +30,11 @@ class SupervisedRun:
 
     def __init__(self, config: RunConfig) -> None:
         """Raises PalimpsestError for whatever cannot work."""
-        if not isinstance(config.data, OracleConfig):
-            raise ConfigError("objective 'sft' needs examples: a task with an oracle, as data.task=slots_oracle")
+        if not isinstance(config.data, OracleConfig) or not isinstance(config.agent, AgentConfig):
+            raise ConfigError(
+                "objective 'sft' needs examples, a task with an oracle, as data.task=slots_oracle, and the memory "
+                "agent, whose prompts they stand in"
+            )
         self.config = config
         self.folder = Path(config.log.folder)
         self.log = RunLog(self.folder / "log.jsonl")
