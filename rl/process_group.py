@@ -142,7 +142,9 @@ class ProcessGroup:
 
     def fail(self, error: BaseException) -> None:
         """End all other ranks, as this one cannot go on with what they do together."""
-        if self._watch is not None:
+        if self._watch is None or isinstance(error, RankError):
+            return
+        if not isinstance(error, RuntimeError) or self._watch.explain() is None:  # torch raises it for a lost rank
             self._watch.fail(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -172,8 +174,8 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:
-            assert self._watch is not None
-            raise RankError(self._watch.explain(error)) from error
+            reason = None if self._watch is None else self._watch.explain()
+            raise RankError(reason or f"ranks could not exchange what they must: {error}") from error
 
 
 def _subgroup(parts: list[list[int]], limit: timedelta, backend: str | None = None) -> dist.ProcessGroup:

@@ -36,20 +36,21 @@ class RankWatch:
         """Tell the other ranks that this one ends, and why. The first failure of all is the one that counts."""
         if self._closed.is_set():
             return
-        self._stop()
         if self.failure is None:
+            self._stop()
             self._post(f"rank {self._rank} failed: {reason}")
             threading.Event().wait(3 * INTERVAL)  # once this process ends, so may the store, or torchrun the others
 
-    def explain(self, error: Exception) -> str:
-        """What made a collective fail: the failure that was told, else whose sign of life is missing."""
+    def explain(self) -> str | None:
+        """Once an exchange between ranks has failed: what happened to another, told or seen by its silence."""
         before = self._beats()
         self._closed.wait(4 * INTERVAL)
         if self.failure is None:
             after = self._beats()
-            silent = [str(rank) for rank in range(self._size) if before[rank] == after[rank] and rank != self._rank]
-            who = f"rank {' and rank '.join(silent)} ended without a word (killed?)" if silent else "no rank is missing"
-            self.failure = self._post(f"{who}; rank {self._rank} saw: {error}")
+            silent = [rank for rank in range(self._size) if before[rank] == after[rank] and rank != self._rank]
+            if silent:
+                names = " and ".join(f"rank {rank}" for rank in silent)
+                self.failure = self._post(f"{names} ended without a word, as when killed or out of memory")
         return self.failure
 
     def close(self) -> None:
