@@ -41,13 +41,13 @@ DEALS = {"spread": (0, 1, 2, 3), "finals alone": (0, 1, 0, 0), "one idle": (0, 2
 
 
 def problems() -> Iterator[Problem]:
-    number = 0
-    while True:
-        number += 1
-        text = "".join(
-            f"In the year {1700 + year} the keeper counted {year % 89} lamps. " for year in range(number % 5)
-        )
-        yield Problem(f"Log {number}. {text}", "Who kept the lighthouse?", (str(number),))
+    for number in itertools.count(1):
+        yield Problem(document(number, number % 4), "Who kept the lighthouse?", (str(number),))
+
+
+def document(number: int, sentences: int) -> str:
+    years = range(1700, 1700 + sentences)
+    return f"Log {number}. " + "".join(f"In the year {year} the keeper counted {year % 89} lamps. " for year in years)
 
 
 def reward(answer: str, references: Sequence[str]) -> float:
