@@ -115,7 +115,8 @@ class AgentLoop:
         """Count the waiting of agents that wait for something else than the model."""
         asking = {llm for llm, _ in self._calls.values()}
         for agent in self._agents.values():
-            agent.waited = 0.0 if agent.llm in asking else agent.waited + seconds
+            if agent.llm not in asking:
+                agent.waited += seconds
             if agent.waited > self._timeout:
                 agent.fail("timeout", f"it waited for {self._timeout} s without asking the model anything")
 

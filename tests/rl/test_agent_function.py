@@ -188,6 +188,19 @@ def test_what_fails_is_counted_and_ends_nothing(folder: Path, monkeypatch: pytes
     assert again.failures == rollout.failures and again.samples == 32
 
 
+def test_only_one_wait_has_the_time_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palimpsest.rl.agent_loop.TICK", 0.05)
+
+    async def slow(sample: Problem, llm: LLM) -> str:
+        for _ in range(6):
+            await asyncio.sleep(0.12)
+            reply = await llm.complete([1, 2, 3], max_tokens=1)
+        return reply
+
+    agent = make_agent(folder, slow, timeout=0.3)
+    assert isinstance(agent.run(PROBLEM).result, str) and not agent.failures.counts
+
+
 def test_leaving_early_ends_everything(folder: Path) -> None:
     put_away = []
 
