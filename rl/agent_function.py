@@ -69,9 +69,14 @@ class FunctionAgent:
     """
 
     def __init__(self, engine: Engine, config: FunctionConfig) -> None:
-        """Raises ConfigError for a function that can't be found or is not async."""
+        """Raises ConfigError for a function that can't be found or is not async, and for a model in parts."""
         if not isinstance(config, FunctionConfig):
             raise ConfigError(f"a function agent's configuration is a FunctionConfig, got {config!r:.60}")
+        if engine.parallel is not None:
+            raise ConfigError(
+                "an agent's function may take its time on each rank, and ranks that hold parts of one model must take "
+                "the same steps; give each rank the whole model (data parallel), or use a MemoryAgent"
+            )
         self.engine, self.config = engine, config
         self._function = named(config.function) if isinstance(config.function, str) else config.function
         if not any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__))):

@@ -246,6 +246,10 @@ def test_what_cannot_be_run_is_refused(folder: Path) -> None:
     assert isinstance(agent.run(PROBLEM).result, str)
     with pytest.raises(ConfigError, match="top_p"):
         Rollout(FunctionAgent(engine, FunctionConfig(talk, SamplingParams(top_p=0.5))), "em", ALGORITHM)
+    engine.parallel = object()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="data parallel"):
+        FunctionAgent(engine, FunctionConfig(talk))
+    engine.parallel = None
 
     async def inside() -> Episode:
         return agent.run(PROBLEM)

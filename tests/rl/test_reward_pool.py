@@ -135,7 +135,8 @@ def test_scoring_does_not_stop_the_decoding_of_others(tmp_path: Path) -> None:
         Problem("The keeper counted the lamps. " * 24, "Who?", ()),
     ]
     scorer = Scorer("own_rewards:patient", workers=4, timeout=30.0)
-    groups = Rollout(agent, scorer, AlgorithmConfig(group_size=2, kl=0.0)).groups(problems, 2)
+    rollout = Rollout(agent, scorer, AlgorithmConfig(group_size=2, kl=0.0), deterministic=False)
+    groups = rollout.groups(problems, 2)
     first = next(groups)
     assert len(first.trajectories[0].turns) > 3
     gate.touch()
