@@ -86,28 +86,27 @@ class Checkpoints:
         run: plain JSON values, for `restore` to give back. score: what makes one the best, the larger the better.
         Raises CheckpointError when it cannot be written, or is there already.
         """
-        state, ranks = trainer.state_dict(), self._ranks
+        state, ranks, engine = trainer.state_dict(), self._ranks, trainer.engine
         tensors = state.pop("optimizer")
         target = self.folder / f"step-{trainer.steps:08}"
-        size = ranks.size * sum(tensor.nbytes for tensor in tensors.values())
-        size += sum(parameter.nbytes for parameter in trainer.engine.model.parameters())
         with contextlib.ExitStack() as stack:
-            own = stack.enter_context(new_folder(target, size)) if ranks.main else None
-            place = ranks.gather(own)[0]
+            own = stack.enter_context(new_folder(target, self._bytes(trainer, tensors))) if ranks.main else None
+            place = _led(engine, ranks.gather(own)[0])
             assert place is not None  # the main rank's
-            file = place / _shard(ranks.rank, ranks.size)
+            file = place / _shard(engine, f"{ranks.rank + 1:05}", f"{ranks.size:05}")
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
             flush(file)  # by the machine that wrote it
-            told = ranks.gather(dict(run))  # so every file is there now
-            if ranks.main:
-                weights = trainer.engine.describe()["weights"]
+            told = ranks.gather(dict(run))  # so the files of these ranks are there
+            if ranks.rank == 0:
+                weights = engine.describe()["weights"]  # together with those that hold parts of this model: theirs too
                 header = {"format": FORMAT, "step": trainer.steps, "score": score, "weights": weights}
-                _save_weights(trainer.engine, place)
+                _save_weights(engine, place)
+            if ranks.main:
                 text = json.dumps({**header, "trainer": state, "ranks": told})
                 (place / STATE).write_text(text + "\n", encoding="utf-8")
                 manifest = {name: dataclasses.asdict(_content(place / name)) for name in _files(place)}
                 write_json(place / MANIFEST, manifest)
-        ranks.gather(None)  # it has its name
+        ranks.gather(_led(engine, None))  # it has its name
         if ranks.main:
             self._prune()
         return target
@@ -115,21 +114,32 @@ class Checkpoints:
     def restore(self, trainer: Trainer) -> dict[str, Any] | None:
         """Bring trainer and engine to the newest checkpoint; -> what this rank of the run had given to it.
 
-        None without any checkpoint. Another number of ranks than before is fine. Raises CheckpointError, naming the
-        newest one, when it is damaged or of another model; an older one is never taken silently.
+        None without any checkpoint. Another number of ranks than before is fine, unless they hold parts of one model.
+        Raises CheckpointError, naming the newest one, when it is damaged or of another model; an older one is never
+        taken silently.
         """
-        place = self._ranks.gather(self._whole() if self._ranks.main else None)[0]
+        ranks, engine = self._ranks, trainer.engine
+        place = _led(engine, ranks.gather(self._whole() if ranks.main else None)[0])
         if place is None:
             return None
         state = read_json(place / STATE)
-        stored = {name: tensor for file in place.glob("optimizer-*") for name, tensor in read_header(file).items()}
-        _restore_weights(trainer.engine, place)
-        if trainer.engine.describe()["weights"] != state["weights"]:
+        files = list(place.glob(_shard(engine, "?????", "?????")))
+        if not files:
+            raise CheckpointError(f"{place} was saved with other parts of the model on a rank; use as many as then")
+        stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
+        _restore_weights(engine, place)
+        if engine.describe()["weights"] != state["weights"]:
             raise CheckpointError(f"{place} was saved with another model below its adapters; give the same model")
         trainer.load_state_dict(state["trainer"] | {"optimizer": _Tensors(stored)})
         told = state["ranks"]
-        run: dict[str, Any] = told[min(self._ranks.rank, len(told) - 1)]
+        run: dict[str, Any] = told[min(ranks.rank, len(told) - 1)]
         return run
+
+    def _bytes(self, trainer: Trainer, tensors: Mapping[str, Tensor]) -> int:
+        """Some size of a whole checkpoint."""
+        parts = 1 if trainer.engine.parallel is None else trainer.engine.parallel.size
+        moments = self._ranks.size * sum(tensor.nbytes for tensor in tensors.values())
+        return parts * (moments + sum(parameter.nbytes for parameter in trainer.engine.model.parameters()))
 
     def _whole(self) -> Path | None:
         """The newest."""
@@ -193,8 +203,15 @@ def _steps(place: Path) -> int:
     return int(place.name.removeprefix("step-"))
 
 
-def _shard(rank: int, size: int) -> str:
-    return f"optimizer-{rank + 1:05}-of-{size:05}.safetensors"
+def _led(engine: Engine, place: Path | None) -> Path | None:
+    """What the first of the ranks that hold parts of this model knows."""
+    return place if engine.parallel is None else engine.parallel.lead(place)
+
+
+def _shard(engine: Engine, rank: str, size: str) -> str:
+    parallel = engine.parallel
+    part = "" if parallel is None else f"-part-{parallel.rank + 1}-of-{parallel.size}"
+    return f"optimizer-{rank}-of-{size}{part}.safetensors"
 
 
 def _damage(place: Path) -> str | None:
@@ -216,8 +233,7 @@ def _save_weights(engine: Engine, place: Path) -> None:
     if lora.adapters(engine.model):
         lora.save(engine.model, place / ADAPTER, engine.model_path)
     else:
-        parameters = dict(engine.model.named_parameters())
-        checkpoint.save(place / MODEL, engine.model.config, parameters, engine.tokenizer_folder)
+        engine.save(place / MODEL)
 
 
 def _restore_weights(engine: Engine, place: Path) -> None:
@@ -229,7 +245,7 @@ def _restore_weights(engine: Engine, place: Path) -> None:
         if adapters:
             lora.restore(engine.model, place / ADAPTER)
         else:
-            checkpoint.restore(dict(engine.model.named_parameters()), place / MODEL)
+            checkpoint.restore(dict(engine.model.named_parameters()), place / MODEL, engine.parallel)
 
 
 def _remove(place: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,57 +14,20 @@ import numpy
 import pytest
 import torch
 from palimpsest.engine import lora
-from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
+from palimpsest.engine.config import EngineConfig
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import CheckpointError
 from palimpsest.engine.lora import LoraConfig
-from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.checkpoint import Checkpoints
-from palimpsest.rl.config import AlgorithmConfig
-from palimpsest.rl.optimizer import OptimizerConfig
-from palimpsest.rl.random_state import random_state, set_random_state
-from palimpsest.rl.rollout import Rollout
-from palimpsest.rl.trainer import Trainer
-from palimpsest.rl.trainer_config import TrainerConfig
-from palimpsest.rl.trajectory import Problem
+from palimpsest.rl.random_state import set_random_state
+from palimpsest.tests.rl import little_run
+from palimpsest.tests.rl.little_run import Little
 from palimpsest.tests.tiny_models import make_model_folder
-
-ALGORITHM = AlgorithmConfig(group_size=3, kl=0.05)
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=12)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("model"), "llama", tie_word_embeddings=True)
-
-
-class Little:
-    """The least that trains: problems by number, a reward that draws numbers of its own."""
-
-    def __init__(self, folder: Path, dtype: str = "float32", **changes: Any) -> None:
-        engine = Engine(folder, EngineConfig(dtype=dtype, kv_bytes=1 << 22, threads=1, max_context=1024))
-        sampling = SamplingParams(temperature=1.0, seed=2)
-        agent = MemoryAgent(engine, AgentConfig(chunk_tokens=60, memory_tokens=12, answer_tokens=6, sampling=sampling))
-        self.rollout = Rollout(agent, lambda answer, references: len(answer) % 3 + random.random(), ALGORITHM)
-        self.trainer = Trainer(engine, TrainerConfig(**{"algorithm": ALGORITHM, "optimizer": OPTIMIZER} | changes))
-
-    def step(self) -> list[Any]:
-        number = self.trainer.steps
-        text = "The keeper counted the lamps, and wrote their number down. " * (2 + number % 3)
-        groups = list(self.rollout.groups([Problem(text, f"How many, {number}?", ())], 1))
-        turns = [turn for trajectory in groups[0].trajectories for turn in trajectory.turns]
-        report = self.trainer.step(groups)
-        assert report.updates == 1 and report.first["largest_difference"] == 0
-        assert sum(counters.proposed for turn in turns for counters in turn.drafts.values()) > 0
-        said = [report.step, report.reward, report.gradient_norms, report.learning_rates, report.all]
-        said.append(self.trainer.engine.weights_version)
-        return [*said, [(turn.response_ids, turn.logprobs) for turn in turns], self.rollout.samples]
-
-    def state(self) -> dict[str, Any]:
-        return {"rollout": self.rollout.state_dict(), "random": random_state()}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.trainer.engine.model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["all", "bfloat16", "adapters"])
@@ -175,3 +141,42 @@ def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=why):
             Checkpoints(tmp_path / "a").restore(other.trainer)
+
+
+def launch(*arguments: object) -> int:
+    """Two ranks of little_run; -> their exit code."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / ".typing")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", little_run.__file__]
+    done = subprocess.run(
+        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    if done.returncode:
+        print(done.stderr[-3000:])
+    return done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ranks_that_one_was_killed_of_go_on(folder: Path, tmp_path: Path, parts: int) -> None:
+    """Rank 1 dies instead of writing its part of the fourth checkpoint: there is none. parts: ranks of one model."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert launch(folder, whole, tmp_path / "a", parts, 0) == 0
+    assert launch(folder, killed, tmp_path / "b", parts, 4) != 0
+    assert Checkpoints(killed).steps == 3 and not Path(f"{tmp_path / 'b'}.0").exists()
+    assert launch(folder, killed, tmp_path / "c", parts, 0) == 0
+    for rank in range(2):
+        begun, said, weights = torch.load(f"{tmp_path / 'c'}.{rank}", weights_only=False)
+        _, expected, theirs = torch.load(f"{tmp_path / 'a'}.{rank}", weights_only=False)
+        assert begun == 3 and said == expected[3:]
+        assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+    files = sorted(file.name for file in (whole / "step-00000006").glob("optimizer*"))
+    for name in files:
+        assert (whole / "step-00000006" / name).read_bytes() == (killed / "step-00000006" / name).read_bytes()
+    assert len(files) == 2
+    alone = Little(folder)
+    if parts == 1:  # any number of ranks may go on
+        assert Checkpoints(whole).restore(alone.trainer) is not None and alone.trainer.steps == 6
+        assert all(torch.equal(p, theirs[name]) for name, p in alone.weights().items())
+    else:
+        with pytest.raises(CheckpointError, match="other parts of the model"):
+            Checkpoints(whole).restore(alone.trainer)
