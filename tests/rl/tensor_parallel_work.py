@@ -10,7 +10,6 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,10 +25,12 @@ from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.engine.model_config import parameter_shapes
 from palimpsest.engine.parallel import whole_parameters
 from palimpsest.rl import group_loss
+from palimpsest.rl.checkpoint import Checkpoints
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
 from palimpsest.rl.process_group import ProcessGroup
 from palimpsest.rl.rollout import Rollout
+from palimpsest.rl.step_report import StepReport
 from palimpsest.rl.trainer import Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
 from palimpsest.rl.trajectory import Group, Problem, Trajectory
@@ -148,18 +149,37 @@ def disagreements(folder: Path, group: dist.ProcessGroup) -> list[str]:
     return messages
 
 
-def train(folder: Path, process_group: ProcessGroup) -> dict[str, Any]:
-    """Two steps of three groups; -> what the first rank reports, and its whole weights."""
-    engine = make_engine(folder, process_group.tensor)
-    algorithm = AlgorithmConfig(group_size=3, kl=0.0)
-    # A large epsilon makes the update proportional to the gradient, so that small differences stay small.
-    optimizer = OptimizerConfig(learning_rate=0.1, epsilon=1.0, warmup_steps=0)
-    trainer = Trainer(engine, TrainerConfig(algorithm, optimizer, train_tokens=500), process_group)
-    rollout = Rollout(MemoryAgent(engine, AGENT), _reward, algorithm, process_group)
-    problems = cycle(Problem(DOCUMENT[start:], "Who kept the lighthouse?", ()) for start in (0, 100, 200))
-    reports = [trainer.step(rollout.groups(problems, 3)) for _ in range(2)]
+def train(folder: Path, process_group: ProcessGroup, checkpoints: Path) -> dict[str, Any]:
+    """Two steps of three groups, and the second once more after a resume; -> what was reported, and whole weights."""
+    found, again = Training(folder, process_group), Training(folder, process_group)
+    reports, saved = [found.step()], Checkpoints(checkpoints, process_group=process_group)
+    saved.save(found.trainer, found.rollout.state_dict())
+    reports.append(found.step())
+    state = saved.restore(again.trainer)
+    assert state is not None
+    again.rollout.load_state_dict(state)
+    resumed = again.step()
     told = {"rewards": [report.reward for report in reports], "norms": [report.gradient_norms for report in reports]}
-    return told | {"weights": whole_parameters(engine.model)}
+    told["resumed"] = (resumed.reward, resumed.gradient_norms) == (told["rewards"][1], told["norms"][1])
+    pairs = zip(found.engine.model.parameters(), again.engine.model.parameters(), strict=True)
+    told["resumed"] = told["resumed"] and all(torch.equal(one, other) for one, other in pairs)
+    return told | {"weights": whole_parameters(found.engine.model)}
+
+
+class Training:
+    """Of three groups a step."""
+
+    def __init__(self, folder: Path, process_group: ProcessGroup) -> None:
+        algorithm = AlgorithmConfig(group_size=3, kl=0.0)
+        # A large epsilon makes the update proportional to the gradient, so that small differences stay small.
+        optimizer = OptimizerConfig(learning_rate=0.1, epsilon=1.0, warmup_steps=0)
+        self.engine = make_engine(folder, process_group.tensor)
+        self.trainer = Trainer(self.engine, TrainerConfig(algorithm, optimizer, train_tokens=500), process_group)
+        self.rollout = Rollout(MemoryAgent(self.engine, AGENT), _reward, algorithm, process_group)
+
+    def step(self) -> StepReport:
+        problems = [Problem(DOCUMENT[start:], "Who kept the lighthouse?", ()) for start in (0, 100, 200)]
+        return self.trainer.step(self.rollout.groups(problems, 3))
 
 
 def _reward(answer: str, references: Sequence[str]) -> float:
@@ -170,7 +190,7 @@ def main(folders: list[str], out: str) -> None:
     torch.set_num_threads(1)
     if folders[0].startswith("grid="):
         with ProcessGroup.start(tensor=2) as process_group:
-            found = train(Path(folders[0].removeprefix("grid=")), process_group)
+            found = train(Path(folders[0].removeprefix("grid=")), process_group, Path(f"{out}.checkpoints"))
             torch.save(found, f"{out}.{dist.get_rank()}")
         return
     dist.init_process_group("gloo")

@@ -152,12 +152,13 @@ def test_ranks_that_differ_are_refused_on_all_of_them(found: Callable[[int], lis
 
 
 @pytest.mark.slow
-def test_models_of_two_ranks_train_together(folders: dict[str, Path]) -> None:
+def test_models_of_two_ranks_train_together(folders: dict[str, Path], tmp_path: Path) -> None:
     """Three groups on two models of two ranks each: the rewards, the norms and the weights of one rank alone."""
     ranks = launch(4, {"grid": folders["llama"]}, folders["llama"].parent / "grid")
-    alone = train(folders["llama"], ProcessGroup())
+    alone = train(folders["llama"], ProcessGroup(), tmp_path)
     before = make_engine(folders["llama"], None).model.state_dict()
     assert all(rank["rewards"] == alone["rewards"] for rank in ranks) and len(set(alone["rewards"])) == 2
+    assert alone["resumed"] and all(rank["resumed"] for rank in ranks)
     for rank in ranks:
         for norms, expected in zip(rank["norms"], alone["norms"], strict=True):
             assert norms == pytest.approx(expected, rel=1e-5)
