@@ -25,13 +25,13 @@ class TurnSums:
     tokens: list[int] = field(default_factory=list)
     cut: list[int] = field(default_factory=list)
 
-    def add(self, turn: Turn) -> None:
-        """Count a turn."""
+    def add(self, number: int, turn: Turn) -> None:
+        """Count the turn that is number `number` of its trajectory; its index may be any that its agent gave it."""
         for sums in (self.turns, self.tokens, self.cut):
-            sums.extend([0] * (turn.index + 1 - len(sums)))
-        self.turns[turn.index] += 1
-        self.tokens[turn.index] += len(turn.response_ids)
-        self.cut[turn.index] += turn.finish_reason == "length"
+            sums.extend([0] * (number + 1 - len(sums)))
+        self.turns[number] += 1
+        self.tokens[number] += len(turn.response_ids)
+        self.cut[number] += turn.finish_reason == "length"
 
     def __add__(self, other: TurnSums) -> TurnSums:
         pairs = ((self.turns, other.turns), (self.tokens, other.tokens), (self.cut, other.cut))
@@ -63,8 +63,8 @@ class Diagnostics:
         """Count a group."""
         references = group.problem.answers if group.problem is not None else ()
         for trajectory in group.trajectories:
-            for turn in trajectory.turns:
-                self.kinds.setdefault(turn.kind, TurnSums()).add(turn)
+            for number, turn in enumerate(trajectory.turns):
+                self.kinds.setdefault(turn.kind, TurnSums()).add(number, turn)
                 for source, counters in turn.drafts.items():
                     self.drafts[source] = self.drafts.get(source, DraftCounters()) + counters
             if references:

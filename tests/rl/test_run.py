@@ -86,3 +86,28 @@ def test_problems_without_room_and_warnings_are_events(config_file: Path, tmp_pa
         line["message"] for line in lines if line.get("name") == "no room for a problem"
     )
     assert lines[-1]["events"]["no room for a problem"] == 1 and lines[-1]["position"] == 5
+
+
+def test_an_agent_and_a_reward_of_the_users_own(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both by name, from the working directory; one that fails is in the log, and the run goes on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_agent.py").write_text(
+        "async def agent(sample, llm):\n"
+        "    text = await llm.chat([{'role': 'user', 'content': sample.question}], max_tokens=5)\n"
+        "    if sample.extra['index'] % 2:\n"
+        "        raise ValueError('odd')\n"
+        "    return text + await llm.complete([1, 2, 3], max_tokens=4, turn=2**40)\n"
+    )
+    (tmp_path / "my_reward.py").write_text("def reward(answer, references, extra):\n    return len(answer) / 10\n")
+    values = yaml.safe_load(config_file.read_text())
+    values |= {"agent": {"function": "my_agent:agent"}, "reward": {"name": "my_reward:reward"}}
+    values["log"] = {"folder": "run"}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "own.yaml"]) == 0
+    assert "an agent failed (raised): ValueError: odd" in capsys.readouterr().err
+    steps = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "step"]
+    assert len(steps) == 4 and steps[-1]["failures"] == {"agent.raised": 12}
+    assert all(step["first"]["largest_difference"] == 0 for step in steps) and sum(s["reward"] for s in steps) > 0
+    assert max(len(step["diagnostics"]["call_tokens"]) for step in steps) == 2
