@@ -1,6 +1,7 @@
 """Trajectories on disk: what a rollout gave, in JSON Lines, to look at and to train from without rolling out.
 
 FOLDER/step-00000007.jsonl      a header, then a line for each trajectory of the step that was the eighth
+FOLDER/rank1/step-00000007.jsonl    of a run over several ranks: those of the second one
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,11 +19,12 @@ from typing import Any
 from ..engine.config import SamplingParams
 from ..engine.errors import TraceError
 from ..engine.trace import turn_from, turn_values
+from .process_group import ProcessGroup
 from .step_report import StepReport
 from .trainer import Trainer
-from .trajectory import Group, Trajectory
+from .trajectory import Group, Problem, Trajectory
 
-__all__ = ["dumped", "read_step", "replay"]
+__all__ = ["dumped", "has_step", "read_step", "recorded", "replay"]
 
 FORMAT = 1
 
@@ -42,7 +44,10 @@ def dumped(groups: Generator[Group, None, None], folder: str | Path, step: int) 
 
 
 def read_step(file: str | Path) -> Iterator[Group]:
-    """The groups of a step's file, as they were rolled out. Raises TraceError, naming the line, for a damaged file."""
+    """The groups of a step's file, as they were rolled out; their problems without document and extra values.
+
+    Raises TraceError, naming the line, for a damaged file.
+    """
     place = Path(file)
     try:
         with place.open(encoding="utf-8") as stream:
@@ -60,22 +65,41 @@ def read_step(file: str | Path) -> Iterator[Group]:
         raise TraceError(f"cannot read the trajectories {place}: {error}") from error
 
 
-def replay(trainer: Trainer, folder: str | Path) -> Iterator[StepReport]:
+def replay(trainer: Trainer, folder: str | Path, process_group: ProcessGroup | None = None) -> Iterator[StepReport]:
     """Train on the steps that a run left in `folder`, from the trainer's present step on; -> a report of each.
 
     With the configuration, weights and steps of the run that rolled out, every number and weight is that run's. With
     others, rollouts of other weights must be allowed: AlgorithmConfig.correction. Raises TraceError when there is no
     file of the present step, or a damaged one; else as Trainer.step does.
     """
-    place = Path(folder)
-    if not _file(place, trainer.steps).is_file():
-        there = sorted(file.stem for file in place.glob("step-*.jsonl"))
+    yield trainer.step(recorded(folder, trainer.steps, process_group))
+    while has_step(folder, trainer.steps):
+        yield trainer.step(recorded(folder, trainer.steps, process_group))
+
+
+def has_step(folder: str | Path, step: int) -> bool:
+    """Whether there are trajectories of a step."""
+    return bool(_files(Path(folder), step))
+
+
+def recorded(folder: str | Path, step: int, process_group: ProcessGroup | None = None) -> Iterator[Group]:
+    """The groups of a step, of several ranks this one's share. Raises TraceError when there are none, and as read_step
+    does."""
+    ranks, place = ProcessGroup() if process_group is None else process_group, Path(folder)
+    files = _files(place, step)
+    if not files:
+        there = sorted({file.stem for file in place.rglob("step-*.jsonl")})
         raise TraceError(
-            f"{place} has no trajectories of step {trainer.steps} ({f'{there[0]} to {there[-1]}' if there else 'none'} "
-            "are there); resume the trainer from the checkpoint of another step, or name the run's other folder"
+            f"{place} has no trajectories of step {step} ({f'{there[0]} to {there[-1]}' if there else 'none'} are "
+            "there); resume the trainer from the checkpoint of another step, or name the run's other folder"
         )
-    while (file := _file(place, trainer.steps)).is_file():
-        yield trainer.step(read_step(file))
+    return chain.from_iterable(map(read_step, files[ranks.rank :: ranks.size]))
+
+
+def _files(place: Path, step: int) -> list[Path]:
+    name = _file(place, step).name
+    of_ranks = sorted(place.glob(f"rank*/{name}"), key=lambda file: (len(file.parent.name), file.parent.name))
+    return [place / name] if (place / name).is_file() else of_ranks
 
 
 def _file(folder: Path, step: int) -> Path:
@@ -120,9 +144,11 @@ class _StepFile:
 
 
 def _line(place: int, group: Group, trajectory: Trajectory) -> dict[str, Any]:
+    problem = group.problem
     return {
         "group": place,
         "weights_version": group.weights_version,
+        "problem": None if problem is None else [problem.id, problem.question, problem.answers],
         "reward": trajectory.reward,
         "correct": trajectory.correct,
         "turns": [turn_values(turn) for turn in trajectory.turns],
@@ -133,10 +159,18 @@ def _group(place: Path, members: list[tuple[int, dict[str, Any]]], sampling: Sam
     trajectories = []
     for number, values in members:
         with _told(place, number):
-            turns, version = [turn_from(turn) for turn in values["turns"]], values["weights_version"]
+            turns = [turn_from(turn) for turn in values["turns"]]
+            version, number_of_group = values["weights_version"], values["group"]
             trajectories.append(Trajectory(turns, values["reward"], values["correct"]))
-            group = values["group"]
-    return Group(trajectories, sampling, version, group)
+            problem = _problem(values["problem"])
+    return Group(trajectories, sampling, version, number_of_group, problem)
+
+
+def _problem(values: list[Any] | None) -> Problem | None:
+    if values is None:
+        return None
+    name, question, answers = values
+    return Problem("", question, answers, name)
 
 
 def _parsed(place: Path, number: int, line: str) -> dict[str, Any]:

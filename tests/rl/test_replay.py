@@ -15,7 +15,7 @@ from palimpsest.engine.errors import TraceError
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
-from palimpsest.rl.replay import dumped, read_step, replay
+from palimpsest.rl.replay import dumped, has_step, read_step, recorded, replay
 from palimpsest.rl.rollout import Rollout
 from palimpsest.rl.step_report import StepReport
 from palimpsest.rl.trainer import Trainer
@@ -52,7 +52,8 @@ def test_training_from_a_dump_is_the_run_that_made_it(folder: Path, tmp_path: Pa
         for group in dumped(rollout.groups(source, 2), tmp_path, step):
             groups.append(group)
         reports.append(numbers(trainer.step(groups[-2:])))
-    drawn = [dataclasses.replace(group, problem=None) for group in groups[:2]]
+    asked = [Problem("", problem.question, problem.answers) for problem in PROBLEMS[:2]]
+    drawn = [dataclasses.replace(group, problem=problem) for group, problem in zip(groups, asked, strict=False)]
     assert list(read_step(tmp_path / "step-00000000.jsonl")) == drawn  # every float, all ids
     again = make_trainer(folder)
     assert [numbers(report) for report in replay(again, tmp_path)] == reports and again.steps == 2
@@ -60,6 +61,11 @@ def test_training_from_a_dump_is_the_run_that_made_it(folder: Path, tmp_path: Pa
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     with pytest.raises(TraceError, match=r"no trajectories of step 2 \(step-00000000 to step-00000001 "):
         next(replay(again, tmp_path))
+
+    ranks = tmp_path / "ranks"  # of a run over two ranks
+    for number in range(2):
+        list(dumped((group for group in groups[number:2:2]), ranks / f"rank{number}", 0))
+    assert list(recorded(ranks, 0)) == drawn and not has_step(ranks, 1)
 
     rolling = dumped(rollout.groups(PROBLEMS, 2), tmp_path, 7)
     next(rolling)
