@@ -13,9 +13,9 @@ __all__ = ["Display"]
 class Display:
     """A context manager; outside of it only lines are shown. Texts that were told before are not told again."""
 
-    def __init__(self, steps: int, done: int, groups: int) -> None:
-        """steps: of the whole run, `done` of them before it. groups: of a step."""
-        self._console = Console(stderr=True, highlight=False, markup=False)
+    def __init__(self, steps: int, done: int, groups: int, *, quiet: bool = False) -> None:
+        """steps: of the whole run, `done` of them before it. groups: of a step. quiet: show nothing."""
+        self._console = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
         self._told = set[str]()
         self._bars = Progress(
             TextColumn("{task.description}"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from ..engine.errors import TraceError
+from .data import Notice
 
-__all__ = ["RunLog", "Tracker", "numbers", "read_log"]
+__all__ = ["RunLog", "Tracker", "numbers", "read_log", "warnings_noticed"]
 
 
 class Tracker(Protocol):
@@ -30,11 +33,16 @@ class RunLog:
     again. events: how often each was named.
     """
 
-    def __init__(self, path: str | Path, trackers: Iterable[Tracker] = (), *, keep_steps: int | None = None) -> None:
-        """keep_steps: go on after this step: later lines of the file are dropped. None starts a new file.
+    def __init__(
+        self, path: str | Path | None, trackers: Iterable[Tracker] = (), *, keep_steps: int | None = None
+    ) -> None:
+        """path: None keeps no lines, as on ranks that are not main. keep_steps: go on after this step: later lines of
+        the file are dropped. None starts a new file.
 
         Raises TraceError for a file that is in the way, or cannot be written.
         """
+        if path is None:
+            path, keep_steps = os.devnull, None
         self.path = Path(path)
         self._trackers = list(trackers)
         self.events: Counter[str] = Counter()
@@ -43,7 +51,8 @@ class RunLog:
             if keep_steps is not None and self.path.exists():
                 _cut(self.path, keep_steps)
                 self.events.update(line["name"] for line in read_log(self.path) if line["kind"] == "event")
-            self._file = self.path.open("xb" if keep_steps is None else "ab", buffering=0)
+            new = keep_steps is None and path != os.devnull
+            self._file = self.path.open("xb" if new else "ab", buffering=0)
         except FileExistsError as error:
             raise TraceError(
                 f"{self.path} exists: there is a run in this folder; go on with it (--resume), or set log.folder"
@@ -66,7 +75,8 @@ class RunLog:
 
     def flush(self) -> None:
         """Return when all lines are on the disk."""
-        os.fsync(self._file.fileno())
+        if str(self.path) != os.devnull:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file and the trackers."""
@@ -91,6 +101,26 @@ def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
             if not isinstance(values, dict) or not isinstance(values.get("step"), int):
                 raise TraceError(f"{path}, line {number + 1} is no line of a run's log; move the file away")
             yield values
+
+
+@contextmanager
+def warnings_noticed(notice: Notice) -> Iterator[None]:
+    """Inside the block a warning is an event, each time anew, so that a run done again logs it in the same step."""
+
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        notice("warning", str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = tell
+        yield
 
 
 def numbers(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -32,6 +33,7 @@ class Rollout:
 
     samples: trajectories begun so far; it is the sample index of the next, so no two draw the same random numbers.
     rolled: groups of the rounds that ended so far, those left out included. Both are those of all ranks.
+    correct: mean answers of the groups that this rank has rolled out since `groups` was called, those left out included.
     scorer: the reward, and how often it failed on this rank.
     """
 
@@ -57,6 +59,7 @@ class Rollout:
         self.deterministic = deterministic
         self._ranks = ProcessGroup() if process_group is None else process_group
         self.samples = self.rolled = 0
+        self.correct: list[float] = []
 
     def groups(self, problems: Iterable[Problem], wanted: int) -> Generator[Group, None, None]:
         """Roll out `wanted` problems side by side; -> this rank's groups, each when it is complete, while others run.
@@ -71,6 +74,7 @@ class Rollout:
         """
         _require_int("Rollout.groups", "wanted", wanted, 1)
         source = iter(problems)
+        self.correct = []
         if not self.algorithm.dynamic_sampling:
             yield from self._round(list(islice(source, wanted)), range(wanted))
             return
@@ -161,6 +165,7 @@ class Rollout:
             ended = open_groups.pop(task)
             members = [ended.members[number][0] for number in range(ended.size)]
             trajectories = [self._trajectory(*pair) for pair in zip(members, scores, strict=True)]
+            self.correct.append(math.fsum(scores) / ended.size)
             version = self.agent.engine.weights_version
             yield Group(trajectories, self.agent.config.sampling, version, ended.place, ended.problem)
 

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
-import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
-from ..engine.errors import ConfigError, RequestError
+from ..engine.errors import ConfigError
 from ..engine.memory_agent import MemoryAgent
 from ..engine.trace import differences
 from .agent_function import FunctionAgent, FunctionConfig
 from .checkpoint import Checkpoints
+from .curriculum import Curriculum
 from .data import DataConfig, FileSource, Source
 from .diagnostics import Diagnostics
 from .display import Display
 from .episodes import Agent
-from .log import RunLog
+from .log import RunLog, warnings_noticed
+from .problem_stream import ProblemStream
+from .process_group import ProcessGroup
 from .random_state import random_state, set_random_state
 from .replay import dumped
 from .rewards import Scorer
@@ -34,13 +37,13 @@ from .run_config import AnyData, RunConfig
 from .step_report import StepReport
 from .tasks import SlotsConfig
 from .termination import Terminated, Termination
+from .trackers import trackers
 from .trainer import Trainer
-from .trajectory import Group, Problem
+from .trajectory import Group
 
 __all__ = ["Run"]
 
 NO_DIFFERENCE = ("log.", "checkpoint.", "rollout.steps")  # to what a step does
-MOST_UNFIT = 100  # problems in a row that the agent has no room for
 
 
 class Run:
@@ -48,31 +51,32 @@ class Run:
 
         Run(load_config("train.yaml")).train()
 
-    position: index of the source's next problem.
+    The ranks of a process group make a Run each, with the same configuration. Main is the one that writes log.jsonl.
     """
 
-    def __init__(self, config: RunConfig, *, resume: bool = False) -> None:
+    def __init__(self, config: RunConfig, *, resume: bool = False, process_group: ProcessGroup | None = None) -> None:
         """resume: go on from the newest checkpoint in the folder, or start where there is none.
 
         Raises PalimpsestError for whatever cannot work.
         """
-        self.config = config
-        self.folder = Path(config.log.folder)
-        self.position = self._step = 0
-        self._score: float | None = None
+        self.config, self.folder = config, Path(config.log.folder)
+        self._ranks = ranks = ProcessGroup() if process_group is None else process_group
+        self._step, self._score = 0, None
         trainer_config = config.trainer
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep, ranks)
         self.termination = Termination()
         done = (self.checkpoints.steps or 0) if resume else 0
         self._resumed = resume and (self.folder / "log.jsonl").exists()
-        self.log = RunLog(self.folder / "log.jsonl", keep_steps=done if resume else None)
-        self.display = Display(config.rollout.steps, done, config.rollout.problems)
-        self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
-        self.trainer = Trainer(self.engine, trainer_config)
+        self.log = self._log(done if resume else None)
+        self._trajectories = self.folder / ("trajectories" if ranks.size == 1 else f"trajectories/rank{ranks.rank}")
+        self.display = Display(config.rollout.steps, done, config.rollout.problems, quiet=not ranks.main)
+        self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine, process_group=ranks.tensor)
+        self.trainer = Trainer(self.engine, trainer_config, ranks)
         self.agent = self._agent()
         reward = Scorer(config.reward.name, timeout=config.reward.timeout, workers=config.reward.workers)
-        self.rollout = Rollout(self.agent, reward, config.algorithm)
-        self.source = self._source(config.data)
+        self.rollout = Rollout(self.agent, reward, config.algorithm, ranks, config.parallel.deterministic)
+        self.curriculum = Curriculum(config.rollout.curriculum)
+        self.problems = ProblemStream(self._source(config.data), self.agent, self.notice)
         state = self.checkpoints.restore(self.trainer) if resume else None
         if state is not None:
             self._step = self.trainer.steps
@@ -82,9 +86,9 @@ class Run:
     def train(self) -> None:
         """Take the steps that are left, and save. Raises Terminated when a signal has ended that, with all saved."""
         config = self.config
-        self.log.add("start", self.trainer.steps, {"config": dataclasses.asdict(config), "data": str(config.data)})
+        self.log.add("start", self.trainer.steps, {"config": _plain(config), "data": str(config.data)})
         self.display.tell(str(config.data))
-        with closing(self.log), closing(self.rollout.scorer), self.display, self._warnings_logged(), self.termination:
+        with closing(self.log), closing(self.rollout.scorer), self.display, warnings_noticed(self.notice), self.termination:
             while self.trainer.steps < config.rollout.steps:
                 before = self._state()
                 try:
@@ -95,6 +99,7 @@ class Run:
                     raise
                 if not self.trainer.steps % config.checkpoint.every:
                     self.save()
+                self._end_if_told()
             self.save()
 
     def save(self) -> None:
@@ -106,10 +111,11 @@ class Run:
         """One step, and its line in the log."""
         started, events = time.perf_counter(), Counter(self.log.events)
         seen, self._step = Diagnostics(), self.trainer.steps + 1
-        groups = self.rollout.groups(self._problems(), self.config.rollout.problems)
-        if self.config.log.trajectories:
-            groups = dumped(groups, self.folder / "trajectories", self.trainer.steps)
+        groups = self.rollout.groups(self.problems, self.config.rollout.problems)
+        if self.config.log.trajectories and self._leads:
+            groups = dumped(groups, self._trajectories, self.trainer.steps)
         report = self.trainer.step(self._watched(groups, seen))
+        seen, correct, failures = self._of_all_ranks(seen)
         self._score = report.correct
         values = dataclasses.asdict(report)
         del values["step"]
@@ -119,9 +125,11 @@ class Run:
             self._step,
             {
                 **values,
-                "position": self.position,
+                "position": self.problems.position,
+                "stage": self.curriculum.stage,
                 "groups_rolled": self.rollout.rolled,
-                "failures": self.rollout.failures,
+                "correct_of_rolled": correct,
+                "failures": failures,
                 "diagnostics": seen.record(),
                 "events": dict(self.log.events - events),
                 "machine": {
@@ -135,6 +143,8 @@ class Run:
         self.log.flush()
         what = str(report).partition(": ")[2]  # the trainer counts from 0, a run how many are done
         self.display.step(f"step {self._step} of {self.config.rollout.steps}: {what}")
+        if self.curriculum.add(correct):
+            self._enter_stage()
         return report
 
     def notice(self, name: str, message: str) -> None:
@@ -142,6 +152,42 @@ class Run:
         if self._step or not self._resumed:
             self.log.event(name, message, self._step)
         self.display.tell(f"{name}: {message}")
+
+    def _log(self, keep_steps: int | None) -> RunLog:
+        if not self._ranks.main:
+            return RunLog(None)
+        file = self.folder / "log.jsonl"
+        if keep_steps is None and file.exists():
+            RunLog(file)  # refuses, before a tracker begins anything
+        return RunLog(file, trackers(self.config.log, _plain(self.config)), keep_steps=keep_steps)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the first of the ranks that hold one model together."""
+        return self.engine.parallel is None or self.engine.parallel.rank == 0
+
+    def _end_if_told(self) -> None:
+        """Save and raise Terminated if a signal came to any rank."""
+        if self._ranks.size == 1:
+            return  # the next rollout ends at once
+        told = [number for number in self._ranks.gather(self.termination.requested) if number is not None]
+        if told:
+            self.save()
+            raise Terminated(told[0])
+
+    def _of_all_ranks(self, seen: Diagnostics) -> tuple[Diagnostics, float, dict[str, int]]:
+        """-> diagnostics, mean answer of all groups that were rolled out, those left out too, and failures."""
+        parts = self._ranks.gather((seen, self.rollout.correct, self.rollout.failures))
+        correct = [value for _, values, _ in parts for value in values]
+        failures = sum((Counter(counts) for *_, counts in parts), Counter[str]())
+        merged = Diagnostics().merged(one for one, *_ in parts)
+        return merged, math.fsum(correct) / max(len(correct), 1), dict(failures)
+
+    def _enter_stage(self) -> None:
+        """Take problems from the data of the curriculum's stage."""
+        data = self.config.stages[self.curriculum.stage]
+        self.problems.source = self._source(data)
+        self.notice("stage", f"stage {self.curriculum.stage} of the curriculum begins: {data}")
 
     def _agent(self) -> Agent:
         config = self.config.agent
@@ -159,7 +205,8 @@ class Run:
     def _watched(self, groups: Generator[Group, None, None], seen: Diagnostics) -> Generator[Group, None, None]:
         with closing(groups):
             while True:
-                with self.termination.breakable():
+                # several ranks end together, between two steps: one that left a step would be waited for
+                with self.termination.breakable() if self._ranks.size == 1 else nullcontext():
                     group = next(groups, None)
                 if group is None:
                     return
@@ -170,14 +217,18 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """What decides the next steps, besides the trainer's state, as plain JSON values."""
         return {
-            "position": self.position,
+            "position": self.problems.position,
+            "curriculum": self.curriculum.state_dict(),
             "rollout": self.rollout.state_dict(),
             "random": random_state(),
             "config": _plain(self.config),
         }
 
     def _set_state(self, state: Mapping[str, Any]) -> None:
-        self.position = state["position"]
+        self.problems.position = state["position"]
+        self.curriculum.load_state_dict(state["curriculum"])
+        if self.curriculum.stage:
+            self.problems.source = self._source(self.config.stages[self.curriculum.stage])
         self.rollout.load_state_dict(state["rollout"])
         set_random_state(state["random"])
 
@@ -186,49 +237,6 @@ class Run:
         for key, (was, now) in differences(before, _plain(self.config)):
             if not key.startswith(NO_DIFFERENCE):
                 self.notice("changed configuration", f"{key} was {was!r} and is {now!r} from here on")
-
-    def _problems(self) -> Iterator[Problem]:
-        """From the position on; those that the agent has no room for are left out, each with an event."""
-        unfit = 0
-        while True:
-            problem = self.source.problem(self.position)
-            self.position += 1
-            try:
-                self._require_room(problem)
-            except RequestError as error:
-                self.notice("no room for a problem", f"problem {problem.id} is left out: {error}")
-                unfit += 1
-                if unfit == MOST_UNFIT:
-                    raise
-                continue
-            unfit = 0
-            yield problem
-
-    def _require_room(self, problem: Problem) -> None:
-        """Raise RequestError for a question with which no turn of the memory agent fits."""
-        if isinstance(self.agent, MemoryAgent):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the reading will say so
-                self.agent.chunk_size(len(self.engine.tokenizer.encode(problem.question)))
-
-    @contextmanager
-    def _warnings_logged(self) -> Iterator[None]:
-        """Inside the block a warning is an event, each time anew, so that a run done again logs it in the same step."""
-
-        def log(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            self.notice("warning", str(message))
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = log
-            yield
 
 
 def _plain(config: RunConfig) -> Any:

@@ -102,11 +102,24 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is laid out. train_tokens, recompute, share_prefixes: see TrainerConfig."""
+    """How the work is laid out.
+
+    train_tokens, recompute, share_prefixes: see TrainerConfig. tensor: so many neighbouring ranks of torchrun hold one
+    model together; ranks beyond that work on different groups. deterministic: see Rollout; without it a run is faster
+    and cannot be resumed to the bit. timeout: longest time that a rank waits for another, seconds.
+    """
 
     train_tokens: int = 16384
     recompute: bool = True
     share_prefixes: bool = True
+    tensor: int = 1
+    deterministic: bool = True
+    timeout: float = 3600.0
+
+    def __post_init__(self) -> None:
+        _require_int("ParallelConfig", "tensor", self.tensor, 1)
+        _require_bool("ParallelConfig", "deterministic", self.deterministic)
+        _require_number("ParallelConfig", "timeout", self.timeout, 1.0, 1e6)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..engine.errors import ConfigError
 from .config_file import load_config
+from .process_group import ProcessGroup
 from .run import Run
 from .supervised_run import SupervisedRun
 from .termination import Terminated
@@ -17,15 +18,20 @@ __all__ = ["run"]
 def run(path: str, changes: Sequence[str], resume: bool) -> int:
     """Carry out the command; -> exit code: 0, 143 after SIGTERM, 130 after Ctrl-C. Raises PalimpsestError."""
     config = load_config(path, changes)
-    if config.objective == "sft":
-        if resume:
-            raise ConfigError("objective 'sft' does not go on with a run; begin anew, with another log.folder")
-        SupervisedRun(config).train()
-        return 0
-    run = Run(config, resume=resume)
-    try:
-        run.train()
-    except Terminated as error:
-        print(f"palimpsest: {error}; saved {run.checkpoints.all()[-1]}, --resume goes on from it", file=sys.stderr)
-        return error.exit_code
+    with ProcessGroup.start(config.parallel.tensor, config.parallel.timeout) as ranks:
+        if config.objective == "sft":
+            if resume or ranks.size * config.parallel.tensor > 1:
+                raise ConfigError(
+                    "objective 'sft' runs in one process and does not go on with a run; begin anew, with another log.folder"
+                )
+            SupervisedRun(config).train()
+            return 0
+        run = Run(config, resume=resume, process_group=ranks)
+        try:
+            run.train()
+        except Terminated as error:
+            if ranks.main:
+                saved = run.checkpoints.all()[-1]
+                print(f"palimpsest: {error}; saved {saved}, --resume goes on from it", file=sys.stderr)
+            return error.exit_code
     return 0
