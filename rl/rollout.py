@@ -33,7 +33,7 @@ class Rollout:
 
     samples: trajectories begun so far; it is the sample index of the next, so no two draw the same random numbers.
     rolled: groups of the rounds that ended so far, those left out included. Both are those of all ranks.
-    correct: mean answers of the groups that this rank has rolled out since `groups` was called, those left out included.
+    correct: mean answers of the groups that this rank has rolled since `groups` was called, those left out included.
     scorer: the reward, and how often it failed on this rank.
     """
 

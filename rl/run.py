@@ -61,7 +61,8 @@ class Run:
         """
         self.config, self.folder = config, Path(config.log.folder)
         self._ranks = ranks = ProcessGroup() if process_group is None else process_group
-        self._step, self._score = 0, None
+        self._step = 0
+        self._score: float | None = None
         trainer_config = config.trainer
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep, ranks)
         self.termination = Termination()
@@ -70,7 +71,9 @@ class Run:
         self.log = self._log(done if resume else None)
         self._trajectories = self.folder / ("trajectories" if ranks.size == 1 else f"trajectories/rank{ranks.rank}")
         self.display = Display(config.rollout.steps, done, config.rollout.problems, quiet=not ranks.main)
-        self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine, process_group=ranks.tensor)
+        self.engine = Engine(
+            config.model.path or embedded_model_path(), config.model.engine, process_group=ranks.tensor
+        )
         self.trainer = Trainer(self.engine, trainer_config, ranks)
         self.agent = self._agent()
         reward = Scorer(config.reward.name, timeout=config.reward.timeout, workers=config.reward.workers)
@@ -88,7 +91,13 @@ class Run:
         config = self.config
         self.log.add("start", self.trainer.steps, {"config": _plain(config), "data": str(config.data)})
         self.display.tell(str(config.data))
-        with closing(self.log), closing(self.rollout.scorer), self.display, warnings_noticed(self.notice), self.termination:
+        with (
+            closing(self.log),
+            closing(self.rollout.scorer),
+            self.display,
+            warnings_noticed(self.notice),
+            self.termination,
+        ):
             while self.trainer.steps < config.rollout.steps:
                 before = self._state()
                 try:

@@ -36,7 +36,8 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"path": str(model), "engine": {"kv_bytes": 1 << 22, "max_context": 1024, "threads": 1}},
         "data": {"path": str(folder / "train.jsonl"), "shuffle": True},
         "reward": {"name": "f1"},
-        "agent": {"chunk_tokens": 60, "memory_tokens": 8, "answer_tokens": 6, "template": "chunk_first"},
+        "agent": {"chunk_tokens": 60, "memory_tokens": 8, "answer_tokens": 6, "template": "chunk_first"}
+        | {"sampling": {"stop_ids": list(range(0, 500, 4))}},  # responses of many lengths
         "algorithm": {"group_size": 3, "kl": 0, "overlong_memory": 0.9},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
         "rollout": {"steps": 4, "problems": 2},
@@ -60,6 +61,7 @@ def test_a_run_through_the_command_line(config_file: Path, tmp_path: Path, capsy
     assert start["kind"] == "start" and start["config"]["rollout"]["steps"] == 4
     assert [line["step"] for line in steps] == [1, 2, 3, 4] and [line["position"] for line in steps] == [2, 4, 6, 8]
     assert steps[0]["first"]["largest_difference"] == 0 and steps[0]["groups"] == 2
+    assert all(line["updates"] == 1 and line["gradient_norms"][0] > 0 for line in steps)
     assert len(steps[0]["diagnostics"]["memory_tokens"]) > 1 and steps[0]["machine"]["seconds"]["step"] > 0
     shown = capsys.readouterr().err
     assert "read whole" in shown and "step 4 of 4" in shown
