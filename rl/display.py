@@ -45,7 +45,7 @@ class Display:
 
     def step(self, line: str) -> None:
         """A step is complete; line: what came of it."""
-        self._print(line)
+        self.say(line)
         self._bars.advance(self._steps)
         self._bars.reset(self._groups)
 
@@ -53,7 +53,8 @@ class Display:
         """Show a text, once."""
         if text not in self._told:
             self._told.add(text)
-            self._print(text)
+            self.say(text)
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Show a text."""
         self._console.print(text, soft_wrap=True)  # the terminal wraps; a log file keeps one line

@@ -68,7 +68,7 @@ def evaluate(
     agent: MemoryAgent,
     source: Source,
     indices: Iterable[int],
-    reward: str | Reward,
+    reward: str | Reward | Scorer,
     *,
     sampling: SamplingParams | None = None,
     told: Callable[[Outcome], None] | None = None,
@@ -92,7 +92,7 @@ def outcomes(
     agent: MemoryAgent,
     source: Source,
     indices: Iterable[int],
-    reward: str | Reward,
+    reward: str | Reward | Scorer,
     *,
     sampling: SamplingParams | None = None,
 ) -> Iterator[Outcome]:
@@ -100,7 +100,7 @@ def outcomes(
     numbers = sorted(indices)
     if len(set(numbers)) < len(numbers):
         raise RequestError("the problems to evaluate on must have different numbers")
-    scorer = Scorer(reward)
+    scorer = reward if isinstance(reward, Scorer) else Scorer(reward)
     config = dataclasses.replace(agent.config, sampling=sampling or agent.config.sampling, keep_turns=False)
     reader = MemoryAgent(agent.engine, config)
     for run in _runs(numbers):

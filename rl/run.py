@@ -26,6 +26,7 @@ from .data import DataConfig, FileSource, Source
 from .diagnostics import Diagnostics
 from .display import Display
 from .episodes import Agent
+from .evaluator import Evaluator
 from .log import RunLog, warnings_noticed
 from .problem_stream import ProblemStream
 from .process_group import ProcessGroup
@@ -66,11 +67,11 @@ class Run:
         trainer_config = config.trainer
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep, ranks)
         self.termination = Termination()
-        done = (self.checkpoints.steps or 0) if resume else 0
-        self._resumed = resume and (self.folder / "log.jsonl").exists()
-        self.log = self._log(done if resume else None)
+        saved = self.checkpoints.steps if resume else None
+        self._resumed = saved is not None
+        self.log = self._log((-1 if saved is None else saved) if resume else None)
         self._trajectories = self.folder / ("trajectories" if ranks.size == 1 else f"trajectories/rank{ranks.rank}")
-        self.display = Display(config.rollout.steps, done, config.rollout.problems, quiet=not ranks.main)
+        self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems, quiet=not ranks.main)
         self.engine = Engine(
             config.model.path or embedded_model_path(), config.model.engine, process_group=ranks.tensor
         )
@@ -80,6 +81,7 @@ class Run:
         self.rollout = Rollout(self.agent, reward, config.algorithm, ranks, config.parallel.deterministic)
         self.curriculum = Curriculum(config.rollout.curriculum)
         self.problems = ProblemStream(self._source(config.data), self.agent, self.notice)
+        self.evaluator = Evaluator(config, self.agent, reward, ranks, self._source)
         state = self.checkpoints.restore(self.trainer) if resume else None
         if state is not None:
             self._step = self.trainer.steps
@@ -98,6 +100,8 @@ class Run:
             warnings_noticed(self.notice),
             self.termination,
         ):
+            if self.trainer.steps == 0:
+                self.evaluate()
             while self.trainer.steps < config.rollout.steps:
                 before = self._state()
                 try:
@@ -106,6 +110,7 @@ class Run:
                     self._set_state(before)
                     self.save()
                     raise
+                self.evaluate()
                 if not self.trainer.steps % config.checkpoint.every:
                     self.save()
                 self._end_if_told()
@@ -116,6 +121,15 @@ class Run:
         if self.checkpoints.steps != self.trainer.steps:
             self.checkpoints.save(self.trainer, self._state(), self._score)
 
+    def evaluate(self) -> None:
+        """Evaluate if it is due, with a line in the log. Its reward is what makes a checkpoint the best."""
+        if self.evaluator.due(self.trainer.steps):
+            values, self._score = self.evaluator.run()
+            self.log.add("eval", self.trainer.steps, values)
+            self.log.flush()
+            rewards = ", ".join(f"{name} {means['reward']:.3f}" for name, means in values["sets"].items())
+            self.display.say(f"evaluation after step {self.trainer.steps}: {rewards}")
+
     def step(self) -> StepReport:
         """One step, and its line in the log."""
         started, events = time.perf_counter(), Counter(self.log.events)
@@ -125,7 +139,7 @@ class Run:
             groups = dumped(groups, self._trajectories, self.trainer.steps)
         report = self.trainer.step(self._watched(groups, seen))
         seen, correct, failures = self._of_all_ranks(seen)
-        self._score = report.correct
+        self._score = None if self.config.eval.sets else report.correct
         values = dataclasses.asdict(report)
         del values["step"]
         seconds = {**values.pop("seconds"), "step": time.perf_counter() - started}

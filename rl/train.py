@@ -22,7 +22,7 @@ def run(path: str, changes: Sequence[str], resume: bool) -> int:
         if config.objective == "sft":
             if resume or ranks.size * config.parallel.tensor > 1:
                 raise ConfigError(
-                    "objective 'sft' runs in one process and does not go on with a run; begin anew, with another log.folder"
+                    "objective 'sft' runs in one process and can't be resumed; begin anew, with another log.folder"
                 )
             SupervisedRun(config).train()
             return 0

@@ -113,3 +113,28 @@ def test_an_agent_and_a_reward_of_the_users_own(
     assert len(steps) == 4 and steps[-1]["failures"] == {"agent.raised": 12}
     assert all(step["first"]["largest_difference"] == 0 for step in steps) and sum(s["reward"] for s in steps) > 0
     assert max(len(step["diagnostics"]["call_tokens"]) for step in steps) == 2
+
+
+def test_evaluation_and_a_curriculum_that_grows_documents(config_file: Path, tmp_path: Path) -> None:
+    write_data(tmp_path / "long.jsonl", 3, "How many lamps at the far pier {}?")
+    changes = [
+        f"log.folder={tmp_path / 'run'}",
+        f"eval={{every: 2, problems: 4, sets: {{short: {{}}, long: {{path: {tmp_path / 'long.jsonl'}}}}}}}",
+        f"rollout.curriculum={{reward: -1, steps: 2, stages: [{{path: {tmp_path / 'long.jsonl'}}}]}}",
+        "rollout.steps=3",
+        "checkpoint.every=1",
+    ]
+    Run(load_config(config_file, [*changes, "rollout.steps=1"])).train()
+    run = Run(load_config(config_file, changes), resume=True)
+    run.train()
+    lines = same(read_log(run.log.path))
+    whole = Run(load_config(config_file, [*changes, f"log.folder={tmp_path / 'whole'}"]))
+    whole.train()
+    expected = same(read_log(whole.log.path))
+    assert [line for line in lines if line["kind"] != "eval" or line["step"] != 1] == expected  # it was the last step
+    evals = [line for line in expected if line["kind"] == "eval"]
+    assert [line["step"] for line in evals] == [0, 2, 3]
+    assert {name: means["problems"] for name, means in evals[0]["sets"].items()} == {"short": 4, "long": 3}
+    assert [line["stage"] for line in expected if line["kind"] == "step"] == [0, 0, 1]
+    [stage] = [line["step"] for line in expected if line["kind"] == "event" and line["name"] == "stage"]
+    assert stage == 2 and run.curriculum.stage == 1
