@@ -23,7 +23,7 @@ from .json_fields import parse_object
 from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
 from .parallel import TensorParallel
-from .slab import Slab
+from .slab import Slab, trim_heap
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
 __all__ = [
@@ -114,6 +114,7 @@ def load(
             tensor = slab.copy(parallel.cut(name, tensor))
         if kind is not None:
             packed[name] = quantise_weight(tensor, kind).moved(slab.copy)
+            trim_heap()
         if stays:
             parameters[name] = tensor
     if config.tie_embeddings and HEAD in stored:

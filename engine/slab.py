@@ -7,13 +7,14 @@ gives below some megabytes comes from the heap, between what else lives there, w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 
 import torch
 from torch import Tensor
 
-__all__ = ["Slab"]
+__all__ = ["Slab", "trim_heap"]
 
 CHUNK_BYTES = 64 << 20  # of address space; only what is written becomes resident
 ALIGNMENT = 64
@@ -46,3 +47,9 @@ def _chunk(least: int) -> mmap.mmap:
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def trim_heap() -> None:
+    """Give free memory of the heap back to the system, where the C library is glibc, which keeps what copies took."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
