@@ -94,12 +94,13 @@ class LoraLinear(Linear):
         return out + self.ops.linear(low, self.lora_B, None)
 
 
-def trained_parameters(model: Decoder) -> list[nn.Parameter]:
-    """Those that training changes: of the adapters, if there are any, else all. They want gradients from now on."""
+def trained_parameters(model: Decoder) -> dict[str, nn.Parameter]:
+    """Those that training changes, by name: of the adapters, if there are any, else all. They want gradients from now
+    on."""
     only_adapters = bool(adapters(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not only_adapters or "lora_" in name)
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def adapters(model: Decoder) -> dict[str, LoraLinear]:

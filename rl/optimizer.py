@@ -6,7 +6,7 @@ Gradients are sums until `step` divides them, so the parts of a mini-batch may c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ..engine.config import _require, _require_bool, _require_choice, _require_int, _require_number, _tuple
 from ..engine.errors import CheckpointError
+from ..engine.parallel import TensorParallel
 from .process_group import ProcessGroup
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
 SCHEDULES = ("constant", "linear", "cosine")
-Gradients = Sequence[Tensor | None]  # of each parameter; None where a mini-batch gives none
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # torch's names
 
 
@@ -89,18 +89,18 @@ class Optimizer:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         process_group: ProcessGroup | None = None,
-        norm: Callable[[Gradients], float] | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
-        """parameters: those to train, the same on all ranks; they must want gradients. norm: of gradients of theirs,
-        where these are parts of larger ones."""
+        """parameters: those to train, the same on all ranks; they must want gradients. parallel: where they are parts
+        of larger ones."""
         self.config = config
-        self._norm = _norm if norm is None else norm
+        self._named, self._parallel = dict(parameters), parallel
         self.updates = 0
         self._ranks = ProcessGroup() if process_group is None else process_group
-        self._parameters = list(parameters)
+        self._parameters = list(parameters.values())
         for parameter in self._parameters:
             if self._has_master(parameter):
                 parameter.grad_dtype = torch.float32  # sums over many backward passes would lose their small parts
@@ -124,10 +124,16 @@ class Optimizer:
 
         A norm that is not finite updates nothing.
         """
+        if self._parallel is None:
+            return self._step(denominator)
+        with self._parallel.together("update", repr((denominator, self.updates)).encode()):
+            self._parallel.sum_gradients(self._named)
+            return self._step(denominator)
+
+    def _step(self, denominator: float) -> tuple[float, float]:
         config, rate = self.config, self.config.rate(self.updates)
         self._sum_gradients()
-        own = self._norm([self._parameters[p].grad if p in self._masters else None for p in range(len(self._owners))])
-        norm = math.hypot(*self._ranks.gather(own)) / denominator
+        norm = math.hypot(*self._ranks.gather(self._norm())) / denominator
         if math.isfinite(norm):
             shrink = 1.0 if config.clip is None else min(config.clip / norm, 1.0) if norm > 0 else 1.0
             for place, master in self._masters.items():
@@ -161,6 +167,13 @@ class Optimizer:
             self._ranks.reduce(grads, owner)
             for parameter, grad in zip(used, grads, strict=True):
                 parameter.grad = grad if owner == self._ranks.rank else None
+
+    def _norm(self) -> float:
+        """Of the gradients of this rank's own parameters."""
+        grads = [parameter.grad if p in self._masters else None for p, parameter in enumerate(self._parameters)]
+        if self._parallel is not None:
+            return self._parallel.norm(list(self._named), grads)
+        return float(nn.utils.get_total_norm([grad for grad in grads if grad is not None]))
 
     def _zeros(self, parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(parameter, dtype=torch.float32 if self._has_master(parameter) else None)
@@ -208,10 +221,6 @@ class Optimizer:
             if master is not parameter:
                 master.copy_(copied["master"])
         self.updates = int(state["updates"])
-
-
-def _norm(gradients: Gradients) -> float:
-    return float(nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None]))
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from .config import AlgorithmConfig
 from .fused_loss import Head, fused_policy_loss
 from .loss import TokenRows
 from .optimizer import Optimizer
-from .packing import Pack, pack_turns, response_rows
+from .packing import Ids, Pack, pack_turns, response_rows
 from .trainer_config import TrainerConfig
 
 __all__ = ["Example", "Examples", "SupervisedReport", "SupervisedTrainer"]
@@ -83,7 +84,10 @@ class SupervisedTrainer:
         self.engine = engine
         self.config = TrainerConfig() if config is None else config
         self._kv_dtype = engine.runner.pages[0].key.dtype
-        self._optimizer = Optimizer(lora.trained_parameters(engine.model), self.config.optimizer)
+        trained = lora.trained_parameters(engine.model)
+        if engine.parallel is not None:
+            engine.parallel.agree("configuration", repr(self.config).encode())
+        self._optimizer = Optimizer(trained, self.config.optimizer, parallel=engine.parallel)
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,8 +116,9 @@ class SupervisedTrainer:
         report.tokens = sum(len(response) for _, response in turns)
         total, config = 0.0, self.config
         try:
-            for pack in pack_turns(turns, config.train_tokens, self.engine.config.page_size, config.share_prefixes):
-                total += self._backward(pack)
+            with self._together(turns):
+                for pack in pack_turns(turns, config.train_tokens, self.engine.config.page_size, config.share_prefixes):
+                    total += self._backward(pack)
             with self.engine.update():
                 report.gradient_norm, report.learning_rate = self._optimizer.step(report.tokens)
         except BaseException:
@@ -123,6 +128,13 @@ class SupervisedTrainer:
         report.seconds = time.perf_counter() - started
         self.steps += 1
         return report
+
+    def _together(self, turns: list[Ids]) -> AbstractContextManager[None]:
+        """The block in which ranks that hold parts of the model run the same turns."""
+        parallel = self.engine.parallel
+        if parallel is None:
+            return nullcontext()
+        return parallel.together("training pass", b"|".join(part.tobytes() for turn in turns for part in turn))
 
     def _backward(self, pack: Pack) -> float:
         """Add a pack's gradient, undivided; -> its cross-entropy, a sum."""

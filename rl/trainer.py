@@ -15,9 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -82,12 +80,9 @@ class Trainer:
                 self._ranks.broadcast(list(engine.model.parameters()), 0)
         self._loss = GroupLoss(engine, config)
         trained = lora.trained_parameters(engine.model)
-        self._trained = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
-        norm = None
         if engine.parallel is not None:
             engine.parallel.agree("configuration", repr(config).encode())
-            norm = partial(engine.parallel.norm, list(self._trained))
-        self._optimizer = Optimizer(trained, config.optimizer, self._ranks, norm)
+        self._optimizer = Optimizer(trained, config.optimizer, self._ranks, engine.parallel)
         self.steps = 0
 
     def step(self, groups: Iterable[Group]) -> StepReport:
@@ -210,11 +205,7 @@ class Trainer:
         if not float(statistics.sums[0]):
             return statistics
         started = time.perf_counter()
-        parallel = self.engine.parallel
-        content = repr((denominator, self._optimizer.updates)).encode()
-        with self.engine.update(), nullcontext() if parallel is None else parallel.together("update", content):
-            if parallel is not None:
-                parallel.sum_gradients(self._trained)
+        with self.engine.update():
             norm, rate = self._optimizer.step(denominator)
         if not math.isfinite(norm) and self._ranks.main:
             warnings.warn(f"step {self.steps}: the gradient's norm is {norm}, so nothing was updated", stacklevel=4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from palimpsest.rl.optimizer import OptimizerConfig
 from palimpsest.rl.process_group import ProcessGroup
 from palimpsest.rl.rollout import Rollout
 from palimpsest.rl.step_report import StepReport
+from palimpsest.rl.supervised import Example, SupervisedTrainer
 from palimpsest.rl.trainer import Trainer
 from palimpsest.rl.trainer_config import TrainerConfig
 from palimpsest.rl.trajectory import Group, Problem, Trajectory
@@ -59,7 +61,10 @@ def work(folder: Path, group: dist.ProcessGroup | None, adapters: bool, groups: 
     if adapters:
         lora.add(engine, ADAPTER)
         shake(engine)
-    found = {"greedy": greedy(engine), "groups": roll(engine) if groups is None else groups}
+    still = TrainerConfig(optimizer=OptimizerConfig(learning_rate=0.0), train_tokens=500)
+    supervised = SupervisedTrainer(engine, still).step(examples(engine))
+    found = {"supervised": [supervised.loss, supervised.gradient_norm]}
+    found |= {"greedy": greedy(engine), "groups": roll(engine) if groups is None else groups}
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
     algorithm = AlgorithmConfig(kl=0.05, entropy=0.01)
     trainer = Trainer(engine, TrainerConfig(algorithm, optimizer, train_tokens=500))
@@ -69,6 +74,11 @@ def work(folder: Path, group: dist.ProcessGroup | None, adapters: bool, groups: 
     found |= {"norm": report.gradient_norms, "first": report.first, "updated": greedy(engine)}
     found["model"] = {name: p.detach() for name, p in engine.model.named_parameters()}
     return found | {"engine": engine}
+
+
+def examples(engine: Engine) -> list[Example]:
+    ids = [array("i", engine.tokenizer.encode(prompt)) for prompt in PROMPTS]
+    return [Example(ids[0], ids[1]), Example(ids[1], ids[2])]
 
 
 def greedy(engine: Engine) -> list[tuple[list[int], list[float]]]:

@@ -11,6 +11,10 @@ from palimpsest.rl.optimizer import Optimizer, OptimizerConfig
 from torch import nn
 
 
+def named(parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {f"w{place}": parameter for place, parameter in enumerate(parameters)}
+
+
 def test_schedules() -> None:
     constant = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
     assert [constant.rate(step) for step in (0, 1, 3, 4, 999)] == [0.25, 0.5, 1.0, 1.0, 1.0]
@@ -24,7 +28,7 @@ def test_updates_follow_the_schedule() -> None:
     """With one and the same gradient Adam moves each number by the learning rate."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     config = OptimizerConfig(0.1, warmup_steps=2, schedule="linear", total_steps=4, weight_decay=0.0, clip=None)
-    optimizer, moved = Optimizer([parameter], config), []
+    optimizer, moved = Optimizer({"w": parameter}, config), []
     for _ in range(5):
         before = parameter.item()
         parameter.grad = torch.ones_like(parameter)
@@ -37,7 +41,9 @@ def test_sums_are_divided_then_clipped() -> None:
     sums = [torch.tensor([30.0, 0.0]), torch.tensor([40.0])]
     for clip, expected in ((None, 5.0), (1.0, 1.0)):
         parameters = [nn.Parameter(torch.zeros_like(x)) for x in sums]
-        optimizer = Optimizer(parameters, OptimizerConfig(1.0, clip=clip, warmup_steps=0, epsilon=1.0, weight_decay=0))
+        optimizer = Optimizer(
+            named(parameters), OptimizerConfig(1.0, clip=clip, warmup_steps=0, epsilon=1.0, weight_decay=0)
+        )
         for parameter, grad in zip(parameters, sums, strict=True):
             parameter.grad = grad.clone()
         assert optimizer.step(10.0) == (5.0, 1.0)
@@ -49,7 +55,7 @@ def test_sums_are_divided_then_clipped() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = Optimizer([parameter], OptimizerConfig(1.0, warmup_steps=0))
+    optimizer = Optimizer({"w": parameter}, OptimizerConfig(1.0, warmup_steps=0))
     parameter.grad = torch.tensor([1.0, math.nan])
     assert math.isnan(optimizer.step(1.0)[0])
     assert parameter.tolist() == [1.0, 1.0] and parameter.grad is None and optimizer.updates == 0
@@ -57,7 +63,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_masters_add_up_what_bfloat16_cannot() -> None:
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = Optimizer([parameter], OptimizerConfig(1e-3, warmup_steps=0, weight_decay=0.0))
+    optimizer = Optimizer({"w": parameter}, OptimizerConfig(1e-3, warmup_steps=0, weight_decay=0.0))
     for _ in range(10):
         for part in (1.0, 1e-3, 1e-3):  # in bfloat16 the small parts of the sum would be lost
             (parameter * part).sum().backward()  # type: ignore[no-untyped-call]
@@ -74,7 +80,7 @@ def test_its_state_goes_on_in_another_one() -> None:
         generator = torch.Generator().manual_seed(1)
         drawn = [torch.randn(5, 3, generator=generator) for _ in range(3)]
         parameters = [nn.Parameter(drawn[0].bfloat16()), nn.Parameter(drawn[1]), nn.Parameter(drawn[2])]
-        return parameters, Optimizer(parameters, config)
+        return parameters, Optimizer(named(parameters), config)
 
     def update(parameters: list[nn.Parameter], optimizer: Optimizer, steps: range) -> list[tuple[float, float]]:
         told = []

@@ -100,6 +100,7 @@ def test_rollout_and_trainer_agree_to_the_bit(case: Case, alone: dict[str, Any])
     """However many ranks are summed over, as rows are in other batches there; and one rank sees those rollouts so."""
     assert all(rank["first"]["largest_difference"] == 0 for rank in case.ranks)
     assert 0 < alone["first"]["largest_difference"] < 1e-5
+    assert case.ranks[0]["supervised"] == pytest.approx(alone["supervised"], rel=1e-5)
     assert case.ranks[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=1e-5)
 
 
