@@ -106,14 +106,14 @@ def shake(engine: Engine) -> None:
 def watch(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Filled with the gradient that the next update is given."""
     found: dict[str, torch.Tensor] = {}
-    plain = trainer._optimizer.step
+    plain = trainer._optimizer._step  # after the parts of a gradient were summed
 
     def step(denominator: float) -> tuple[float, float]:
         named = trainer.engine.model.named_parameters()
         found.update((name, p.grad / denominator) for name, p in named if p.grad is not None)
         return plain(denominator)
 
-    trainer._optimizer.step = step  # type: ignore[method-assign]
+    trainer._optimizer._step = step  # type: ignore[method-assign]
     return found
 
 
