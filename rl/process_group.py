@@ -59,7 +59,7 @@ class ProcessGroup:
 
         tensor: neighbouring ranks that hold one model together. timeout: longest time that a rank waits for another, in
         seconds; groups whose rollout takes longer than that of others need more. NCCL carries tensors where there is a
-        GPU, gloo the rest. Raises ConfigError when the ranks do not divide by `tensor`.
+        GPU, gloo the rest. Raises ConfigError when the ranks do not divide by `tensor`, or lack what torchrun tells.
         """
         self = cls()
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -70,7 +70,10 @@ class ProcessGroup:
             )
         if ranks == 1:
             return self
-        store, rank, _ = next(rendezvous("env://"))
+        try:
+            store, rank, _ = next(rendezvous("env://"))
+        except ValueError as error:
+            raise ConfigError(f"WORLD_SIZE is {ranks}, but {error}; start ranks with torchrun") from error
         limit = timedelta(seconds=timeout)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,6 +1,7 @@
 """What each rank of a data-parallel trainer does in the tests; without torchrun, what one process does.
 
-Started as a script: WORK FOLDER OUT. "train" writes OUT.RANK; the others are ways in which rank 1 fails.
+Started as a script: WORK FOLDER OUT. "train" and "grid", where two ranks hold a model together, write OUT.RANK; the
+others are ways in which rank 1 fails.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def reward(answer: str, references: Sequence[str]) -> float:
 
 
 def make_trainer(folder: Path, ranks: ProcessGroup, config: TrainerConfig, dtype: str = "float32") -> Trainer:
-    engine = Engine(folder, EngineConfig(dtype=dtype, kv_bytes=1 << 22, threads=1, max_context=1024))
-    return Trainer(engine, config, ranks)
+    engine_config = EngineConfig(dtype=dtype, kv_bytes=1 << 22, threads=1, max_context=1024)
+    return Trainer(Engine(folder, engine_config, process_group=ranks.tensor), config, ranks)
 
 
 def thirteen_turns(engine: Engine) -> list[Group]:
@@ -177,8 +178,10 @@ def die(*_: object) -> Any:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     work, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    with ProcessGroup.start() as process_group:
+    with ProcessGroup.start(tensor=2 if work == "grid" else 1) as process_group:
         if work == "train":
             torch.save(train(folder, process_group), f"{out}.{process_group.rank}")
+        elif work == "grid":
+            torch.save(run(folder, process_group), f"{out}.{os.environ['RANK']}")
         else:
             fail(work, folder, process_group, out)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from palimpsest.engine.errors import ConfigError
 from palimpsest.rl.process_group import ProcessGroup
 from palimpsest.tests.rl import data_parallel_work
 from palimpsest.tests.rl.data_parallel_work import DEALS, train
@@ -35,12 +36,16 @@ def alone(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     """What each of some ranks found."""
-    out = folder.with_name(str(request.param))
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    command = [*start, data_parallel_work.__file__, "train", str(folder), str(out)]
+    return launch("train", request.param, folder)
+
+
+def launch(work: str, size: int, folder: Path) -> list[dict[str, Any]]:
+    out = folder.with_name(f"{work}{size}")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command = [*start, data_parallel_work.__file__, work, str(folder), str(out)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(request.param)]
+    return [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(size)]
 
 
 def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
@@ -97,6 +102,29 @@ def test_optimizer_states_are_parts_of_one(alone: dict[str, Any], found: list[di
         assert bool(masters) == (work == "bfloat16")
         assert_close(masters, {name: expected["optimizer"][name] for name in masters}, 1e-3)
     assert [r["reward"] for r in found[0]["bfloat16"]["reports"]] == [r["reward"] for r in alone["bfloat16"]["reports"]]
+
+
+@pytest.mark.slow
+def test_models_over_ranks_beside_each_other(alone: dict[str, Any], folder: Path) -> None:
+    """Two models of two ranks each."""
+    expected = alone["run"]
+    for one in launch("grid", 4, folder):
+        assert one["drawn"] == expected["drawn"] and one["counts"] == expected["counts"]
+        for ours, theirs in zip(one["reports"], expected["reports"], strict=True):
+            assert [ours[name] for name in ("reward", "tokens", "updates")] == [
+                theirs[name] for name in ("reward", "tokens", "updates")
+            ]
+            assert ours["gradient_norms"] == pytest.approx(theirs["gradient_norms"], rel=1e-3)
+            assert ours["first"]["largest_difference"] == 0
+
+
+def test_what_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ProcessGroup.start().size == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 ranks do not divide into models of 3"):
+        ProcessGroup.start(tensor=3)
+    with pytest.raises(ConfigError, match="RANK"):
+        ProcessGroup.start()
 
 
 FAILURES = {
