@@ -1,75 +1,70 @@
-"""`palimpsest bench kernels --compile-only`: every Triton kernel as it is built for sm_80 and sm_90, without a GPU.
+"""`palimpsest bench kernels`: every kernel timed beside its floor and torch; with --compile-only as Triton builds it.
 
-Shapes are those of Qwen2.5-7B and 14B. Ends in one JSON line.
+Timed on a GPU, with shapes of Qwen2.5-7B; with --device cpu --tiny the same code runs under Triton's interpreter, whose
+times mean nothing. Built for sm_80 and sm_90, no GPU needed, with shapes of Qwen2.5-7B and 14B. Ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.errors import ConfigError, PalimpsestError
+from .clock import Sample
+from .device import DeviceProbe, device_of, seconds_of
+from .kernel_builds import SHAPES, builds
+from .report import describe_machine, row
+from .rounds import Entry, Measured, alternate, ratio
+
+if TYPE_CHECKING:
+    import torch
+
+    from .kernel_cases import Case
+
 __all__ = ["main"]
 
 CAPABILITIES = (80, 90)
+ROUNDS = 5
 EXIT_MISSED = 1
 EXIT_ERROR = 2
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What of a model decides how its kernels are built."""
-
-    name: str
-    group: int
-    head_dim: int
-    hidden: int
-
-
-SHAPES = (Shape("Qwen2.5-7B", 7, 128, 3584), Shape("Qwen2.5-14B", 5, 128, 5120))
-PAGE = 16
-
-
-@dataclass(frozen=True)
-class Build:
-    """One way in which a kernel is launched.
-
-    tensor: on sm_90 its products must be wgmma. least: the first capability that has its
-    types.
-    """
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    warps: int
-    stages: int
-    tensor: bool = False
-    least: int = 80
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; -> exit code: 1 when a kernel spills registers or lacks the matrix instructions."""
-    parser = argparse.ArgumentParser(prog="palimpsest bench kernels", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--compile-only", action="store_true", required=True, help="the only mode without a GPU")
-    parser.add_argument("--quick", action="store_true", help="the first model only")
-    options = parser.parse_args(argv)
+    """Print the table; -> exit code: 1 when a compiled kernel spills registers or lacks the matrix instructions."""
+    options = _parser().parse_args(argv)
     try:
-        from .compile_ahead import compile_ahead
-    except ImportError:
-        print("palimpsest bench kernels: triton is not installed; pip install 'palimpsest-rl[triton]'", file=sys.stderr)
-        return EXIT_ERROR
-    from ..triton_kernels.arithmetic import INTERPRETED
+        return _compile(options) if options.compile_only else _measure(options)
+    except ImportError as error:
+        print(f"palimpsest bench kernels: {error}; pip install 'palimpsest-rl[triton]'", file=sys.stderr)
+    except PalimpsestError as error:
+        print(f"palimpsest bench kernels: {error}", file=sys.stderr)
+    return EXIT_ERROR
 
-    if INTERPRETED.value:
-        print("palimpsest bench kernels: the interpreter compiles nothing; unset TRITON_INTERPRET", file=sys.stderr)
-        return EXIT_ERROR
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="palimpsest bench kernels", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--compile-only", action="store_true", help="compile, and run nothing")
+    add("--quick", action="store_true", help="with --compile-only: the first model only")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where the kernels run (%(default)s)")
+    add("--tiny", action="store_true", help="tiny shapes; the only ones for --device cpu")
+    add("--rounds", type=int, metavar="N", default=ROUNDS, help="of which medians are taken (%(default)s)")
+    return parser
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from .compile_ahead import compile_ahead
+
+    if _interpreted():
+        raise ConfigError("the interpreter compiles nothing; unset TRITON_INTERPRET")
     rows, missed = [], []
     for shape in SHAPES[:1] if options.quick else SHAPES:
         for build in builds(shape):
@@ -86,133 +81,82 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 if compiled.spill_bytes or (build.tensor and capability >= 90 and not wgmma):
                     missed.append(row)
-    _print(rows)
+    _print_builds(rows)
     print(json.dumps({"bench": "kernels", "rows": rows, "missed": missed}), flush=True)
     return EXIT_MISSED if missed else 0
 
 
-def builds(shape: Shape) -> Iterator[Build]:
-    """Every kernel as a model of this shape launches it."""
-    yield from _attention(shape)
-    yield from _linear(shape)
-    yield from _elementwise(shape)
+def _interpreted() -> bool:
+    from ..triton_kernels.arithmetic import INTERPRETED
+
+    return bool(INTERPRETED.value)
 
 
-def _types(pointers: Mapping[str, str], integers: str = "", floats: str = "", aligned: str = "") -> dict[str, str]:
-    types = {name: f"*{kind}" for names, kind in pointers.items() for name in names.split()}
-    types |= dict.fromkeys(integers.split(), "i32") | dict.fromkeys(floats.split(), "fp32")
-    return types | dict.fromkeys(aligned.split(), "i32:16")
+def _measure(options: argparse.Namespace) -> int:
+    if options.quick or options.rounds < 1:
+        raise ConfigError("--quick goes with --compile-only, and --rounds takes a whole number of at least 1")
+    if options.device == "cpu":
+        if not options.tiny:
+            raise ConfigError("--device cpu runs kernels under Triton's interpreter, which takes --tiny shapes only")
+        os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+    device = device_of(options.device)
+    if _interpreted() != (device.type == "cpu"):
+        raise ConfigError("--device cpu and the interpreter (TRITON_INTERPRET=1) go together, and not with a GPU")
+    from .kernel_cases import SIZES, cases
+
+    probe, rows = DeviceProbe(device), []
+    for case in cases(SIZES["tiny" if options.tiny else "full"], device):
+        rows.append(_line(case, alternate(_entries(case, device), options.rounds, probe)))
+    _print_times(rows, probe)
+    machine = describe_machine(probe.isa, probe.best)
+    print(json.dumps({"bench": "kernels", "machine": machine, "rows": rows, "targets": []}), flush=True)
+    return 0
 
 
-def _least(kind: str) -> int:
-    return 90 if kind.startswith("fp8") else 80
+def _entries(case: Case, device: torch.device) -> list[Entry]:
+    def entry(engine: str, run: Any) -> Entry:
+        return Entry(
+            engine, case.kernel, case.dtype, case.context, case.rows, case.rows, case.cost,
+            lambda _: Sample(seconds_of(run, device), 0.0),
+        )  # fmt: skip
+
+    return [entry(case.engine, case.ours), *([entry("torch", case.torch)] if case.torch else [])]
 
 
-def _attention(shape: Shape) -> Iterator[Build]:
-    from ..triton_kernels import attention, attention_backward
-    from ..triton_kernels.tuning import attention_blocks, next_power_of_2
-
-    tables = "query_start kv_length tables skipped"
-    integers = "spans heads kv_heads table_stride tiles"
-    sizes: dict[str, Any] = {
-        "GROUP": shape.group,
-        "PAGE": PAGE,
-        "DIM": shape.head_dim,
-        "BLOCK_D": next_power_of_2(shape.head_dim),
+def _line(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
+    """As report.row, and: seconds of the floor, FLOP/s and bytes/s reached, seconds of torch and its speed in ours."""
+    ours, *others = measured
+    torch_seconds = others[0].seconds if others else None
+    return row(ours) | {
+        "floor_seconds": statistics.median(limits.seconds(case.cost) for limits in ours.limits),
+        "flops_per_s": case.cost.flops / ours.seconds,
+        "bytes_per_s": case.cost.bytes / ours.seconds,
+        "torch_seconds": torch_seconds,
+        "vs_torch": ratio(ours, others[0]) if others else None,
     }
-    for name, small in (("decode", True), ("prefill", False)):
-        blocks = attention_blocks(shape.head_dim, shape.group, small=small)
-        for pages in ("bf16", "fp8e4nv"):
-            types = _types(
-                {"query out log_sums peaks totals partials": "fp32", "key_pages value_pages": pages, tables: "i32"},
-                integers, "scale",
-            )  # fmt: skip
-            constants = sizes | {
-                "BLOCK_M": blocks.m, "BLOCK_N": attention.BLOCK_N, "TILE": attention.TILE, "CAUSAL": True,
-                "PARTIAL": small, "HALF": True, "SAVES": not small,
-            }  # fmt: skip
-            label = f"attention {name} {pages}"
-            yield Build(
-                label, attention.attention_kernel, types, constants, blocks.warps, blocks.stages,
-                tensor=not small, least=_least(pages),
-            )  # fmt: skip
-    types = _types({"peaks totals partials out": "fp32", "query_start kv_length": "i32"}, "spans heads tiles")
-    constants = {"DIM": shape.head_dim, "BLOCK_D": sizes["BLOCK_D"], "TILE": attention.TILE}
-    yield Build("attention merge", attention.merge_kernel, types, constants, 4, 3)
-    block_m = max(attention_backward.BLOCK_M, next_power_of_2(shape.group))
-    constants = sizes | {
-        "BLOCK_M": block_m, "BLOCK_N": attention_backward.BLOCK_N, "HALF": True, "LOG2E": attention.LOG2E
-    }  # fmt: skip
-    read = {"grad query log_sums deltas": "fp32", "key_pages value_pages": "bf16", "query_start tables": "i32"}
-    integers = "spans heads kv_heads table_stride"
-    for name, kernel, extra in (
-        ("queries", attention_backward.query_gradient_kernel, {"grad_query": "fp32", "kv_length": "i32"}),
-        ("context", attention_backward.context_gradient_kernel, {"grad_key grad_value": "fp32", "kv_start": "i32"}),
-    ):
-        types = _types(read | extra, integers, "scale")
-        yield Build(f"attention backward {name}", kernel, types, constants, attention_backward.WARPS, 3)
 
 
-def _linear(shape: Shape) -> Iterator[Build]:
-    import torch
-
-    from ..triton_kernels.linear import linear_kernel
-    from ..triton_kernels.tuning import linear_blocks
-
-    for rows in (1, 64, 4096):
-        for kind, dtype in (("bf16", torch.bfloat16), ("i8", torch.int8), ("fp8e4nv", torch.float8_e4m3fn)):
-            if kind != "bf16" and rows > 64:
-                continue
-            blocks = linear_blocks(rows, dtype)
-            types = _types(
-                {"x scales out": "fp32", "weight": kind, "bias": "bf16"}, "rows", aligned="outputs inputs x_stride"
-            )  # fmt: skip
-            constants = {
-                "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "BANDS": blocks.bands,
-                "SCALED": kind != "bf16", "BIASED": True, "HALF": True,
-            }  # fmt: skip
-            yield Build(
-                f"linear {kind} {rows} rows", linear_kernel, types, constants, blocks.warps, blocks.stages,
-                tensor=rows > 16, least=_least(kind),
-            )  # fmt: skip
+def _print_builds(rows: Sequence[Mapping[str, Any]]) -> None:
+    """As kernels.md has them."""
+    print("| model | kernel | target | registers | shared bytes | spilled | wgmma |\n|---|---|---|---|---|---|---|")
+    for one in rows:
+        *values, wgmma = one.values()
+        print(f"| {' | '.join(map(str, values))} | {'yes' if wgmma else ''} |")
 
 
-def _elementwise(shape: Shape) -> Iterator[Build]:
-    from ..triton_kernels import activation, norm, rotary, vocabulary
-    from ..triton_kernels.tuning import next_power_of_2, row_warps
-
-    width, half = next_power_of_2(shape.hidden), shape.head_dim // 2
-    types = _types({"x residual total out": "fp32", "weight": "bf16"}, "columns", "eps", "row_stride")
-    yield Build("norm", norm.norm_kernel, types, {"ADDS": True, "BLOCK": width}, row_warps(width), 3)
-    types = _types({"grad x grad_x scales": "fp32", "weight": "bf16"}, "columns", "eps")
-    yield Build("norm backward", norm.norm_backward_kernel, types, {"BLOCK": width}, row_warps(width), 3)
-    types = _types({"grad x scales sums": "fp32"}, "rows columns")
-    constants: dict[str, Any] = {"ROWS": norm.BACKWARD_ROWS, "COLUMNS": norm.BACKWARD_COLUMNS}
-    yield Build("norm backward weight", norm.weight_gradient_kernel, types, constants, 4, 3)
-    types = _types({"gate up out": "fp32"}, "columns", aligned="gate_stride up_stride")
-    yield Build("silu product", activation.silu_product_kernel, types, {"BLOCK": activation.BLOCK}, 4, 3)
-    types = _types({"grad gate up grad_gate grad_up": "fp32"}, "count")
-    yield Build("silu product backward", activation.silu_product_backward_kernel, types, {"BLOCK": 1024}, 4, 3)
-    types = _types(
-        {"query key value cos sin out": "fp32", "query_weight key_weight key_pages value_pages": "bf16",
-         "positions slots": "i64"},
-        "heads kv_heads", "eps", "query_stride key_stride value_stride",
-    )  # fmt: skip
-    constants = {"PAGE": PAGE, "HALF": half, "BLOCK": next_power_of_2(half), "NORMS": True}
-    yield Build("rotate and write", rotary.rotate_and_write_kernel, types, constants, 4, 3)
-    types = _types(
-        {"logits peaks totals temperatures": "fp32", "best": "fp64", "best_id keys": "i64"},
-        "row_stride vocabulary tiles",
-    )  # fmt: skip
-    constants = {"TILE": vocabulary.TILE, "DRAWS": True}
-    yield Build("draw", vocabulary.tile_kernel, types, constants, 8, 3)
-
-
-def _print(rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("model", "kernel", "target", "registers", "shared bytes", "spilled bytes", "wgmma")
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console(width=110).print(table)
+def _print_times(rows: Sequence[Mapping[str, Any]], probe: DeviceProbe) -> None:
+    print(f"{probe.isa}: {probe.best.flops_per_s / 1e12:.1f} TFLOP/s bfloat16, {probe.best.bytes_per_s / 1e9:.0f} GB/s")
+    table = Table(
+        "kernel", "by", "dtype", "rows", "context", "ms", "floor", "share", "TFLOP/s", "GB/s", "torch", "gain"
+    )
+    for one in rows:
+        milliseconds = (one["seconds"], one["floor_seconds"], one["torch_seconds"])
+        ms, floor, torch_ms = ("" if seconds is None else f"{seconds * 1e3:.4f}" for seconds in milliseconds)
+        gain = "" if one["vs_torch"] is None else f"{one['vs_torch']:.2f}x"
+        rates = f"{one['flops_per_s'] / 1e12:.1f}", f"{one['bytes_per_s'] / 1e9:.0f}"
+        name = one["work"], one["engine"], one["dtype"], str(one["batch"]), str(one["context"] or "")
+        table.add_row(*name, ms, floor, f"{one['share']:.0%}", *rates, torch_ms, gain)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

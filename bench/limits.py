@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,7 +12,7 @@ from ..engine import cpu
 from ..engine.errors import ConfigError
 from .costs import Cost
 
-__all__ = ["Limits", "Probe"]
+__all__ = ["Limits", "Probe", "Prober"]
 
 READ_BYTES = 512 * 2**20  # far beyond any cache
 REPEATS = 2_000_000  # some 10 ms of multiply-adds
@@ -30,8 +31,18 @@ class Limits:
         return max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s)
 
 
+class Prober(Protocol):
+    """Measures the limits of what runs the work. isa: its name or instruction set. best: of all measurements."""
+
+    isa: str
+    best: Limits
+
+    def measure(self) -> Limits:
+        """The limits now."""
+
+
 class Probe:
-    """Measures the limits with as many threads as torch is set to, each the best of a few tries.
+    """Measures the CPU's limits with as many threads as torch is set to, each the best of a few tries.
 
     best: the highest rates that any measurement found.
     """

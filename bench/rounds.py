@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .clock import Sample
 from .costs import Cost
-from .limits import Limits, Probe
+from .limits import Limits, Prober
 from .peers import PeerError
 
 __all__ = ["Entry", "Measured", "alternate", "best", "ratio"]
@@ -69,7 +69,7 @@ class Measured:
         return statistics.median(sample.others for sample in self.samples)
 
 
-def alternate(entries: Sequence[Entry], rounds: int, probe: Probe) -> list[Measured]:
+def alternate(entries: Sequence[Entry], rounds: int, probe: Prober) -> list[Measured]:
     """Run every entry once per round, after one round to warm up; the limits are measured anew in each round.
 
     A peer that fails is left out, with a line on stderr.

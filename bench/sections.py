@@ -8,7 +8,7 @@ from typing import Any
 
 from .clock import Sample
 from .costs import prefill_cost
-from .limits import Probe
+from .limits import Prober
 from .options import Options
 from .ours import Ours
 from .report import Target
@@ -57,7 +57,7 @@ class Stage:
 
     ours: Ours
     rounds: int
-    probe: Probe
+    probe: Prober
 
     def alternate(
         self,

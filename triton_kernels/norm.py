@@ -1,4 +1,4 @@
-"""RMSNorm over the last axis, alone or after adding the residual; one program per row, and its backward pass.
+"""RMSNorm over the last axis, one program per row, and its backward pass.
 
 A row is reduced whole by one program, so its bits depend on no other row. Twin: reference.rms_norm.
 """
@@ -12,21 +12,18 @@ from torch import Tensor
 
 from .tuning import next_power_of_2, row_warps
 
-__all__ = ["add_rms_norm", "rms_norm", "rms_norm_backward"]
+__all__ = ["rms_norm", "rms_norm_backward"]
 
 # Rows and columns whose weight gradients one program of the backward pass sums up; torch adds the sums of the rows.
 BACKWARD_ROWS, BACKWARD_COLUMNS = 32, 128
 
 
 @triton.jit
-def norm_kernel(x, residual, weight, total, out, row_stride, columns, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(x, weight, out, row_stride, columns, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
     values = tl.load(x + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
-        values += tl.load(residual + row * columns + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + row * columns + at, values, mask=inside)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / columns + eps)
     factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * columns + at, values * scale * factors, mask=inside)
@@ -67,23 +64,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if len(rows):
         block = next_power_of_2(rows.shape[1])
         norm_kernel[(len(rows),)](
-            rows, rows, weight, out, out, rows.stride(0), rows.shape[1], eps, False, block,
-            num_warps=row_warps(block),
-        )  # fmt: skip
-    return out.view(x.shape)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """[T, n] twice, [n] -> (x + residual, its RMSNorm), both float32. Twin: the sum, then reference.rms_norm."""
-    total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    out = torch.empty_like(total)
-    if len(x):
-        block = next_power_of_2(x.shape[1])
-        residual = residual.contiguous()
-        norm_kernel[(len(x),)](
-            x, residual, weight, total, out, x.stride(0), x.shape[1], eps, True, block, num_warps=row_warps(block)
+            rows, weight, out, rows.stride(0), rows.shape[1], eps, block, num_warps=row_warps(block)
         )
-    return total, out
+    return out.view(x.shape)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

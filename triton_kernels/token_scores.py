@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .vocabulary import TILE, log_sum_exp
+from .vocabulary import TILE, WARPS, log_sum_exp
 
 __all__ = ["token_scores", "token_scores_grad"]
 
@@ -60,7 +60,7 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
     tiles = triton.cdiv(vocabulary, TILE)
     sums = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     if rows:
-        entropy_kernel[(rows, tiles)](logits, log_sums, sums, vocabulary, tiles, TILE)
+        entropy_kernel[(rows, tiles)](logits, log_sums, sums, vocabulary, tiles, TILE, num_warps=WARPS)
     return logits.gather(1, targets[:, None])[:, 0] - log_sums, sums.sum(dim=1), log_sums
 
 
@@ -75,5 +75,6 @@ def token_scores_grad(
     rows, vocabulary = logits.shape
     if rows:
         gradient_kernel[(rows, triton.cdiv(vocabulary, TILE))](
-            logits, targets, entropies, log_sums, logprob_grads, entropy_grads, temperature, vocabulary, TILE
-        )
+            logits, targets, entropies, log_sums, logprob_grads, entropy_grads, temperature, vocabulary, TILE,
+            num_warps=WARPS,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["draw", "log_sum_exp"]
 
 TILE = 4096
+WARPS = 8  # of a program that reduces a tile
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
@@ -76,8 +77,9 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     if len(logits):
         grid = (len(logits), tiles)
         tile_kernel[grid](
-            logits, peaks, totals, peaks, peaks, peaks, peaks, logits.stride(0), logits.shape[1], tiles, TILE, False
-        )
+            logits, peaks, totals, peaks, peaks, peaks, peaks, logits.stride(0), logits.shape[1], tiles, TILE, False,
+            num_warps=WARPS,
+        )  # fmt: skip
         fold_kernel[(len(logits),)](peaks, totals, out, tiles)
     return out
 
@@ -97,8 +99,9 @@ def draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> tuple[Tensor, Te
         return torch.empty(0, dtype=torch.int64, device=logits.device), sums
     grid = (rows, tiles)
     tile_kernel[grid](
-        logits, peaks, totals, best, best_id, temperatures, keys, logits.stride(0), vocabulary, tiles, TILE, True
-    )
+        logits, peaks, totals, best, best_id, temperatures, keys, logits.stride(0), vocabulary, tiles, TILE, True,
+        num_warps=WARPS,
+    )  # fmt: skip
     fold_kernel[(rows,)](peaks, totals, sums, tiles)
     ids = best_id.gather(1, best.argmax(dim=1, keepdim=True))
     divisors = torch.where(temperatures == 0, 1.0, temperatures).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The Triton kernels build for sm_80 and sm_90: no register spilled, matrix instructions where they count."""
+"""The Triton kernels build for sm_80 and sm_90: no register spilled, matrix instructions where they count; and run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from palimpsest.bench import kernels
 
-pytest.importorskip("triton", reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def compiled(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +35,11 @@ def judge(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_kernels_of_one_model() -> None:
-    judge(compiled("--quick"))
+    done = compiled("--quick")
+    judge(done)
+    written = Path(kernels.__file__).with_name("kernels.md").read_text()
+    if f"triton {triton.__version__};" in written:
+        assert [line for line in done.stdout.splitlines()[:-1] if line not in written] == []
 
 
 @pytest.mark.slow
@@ -44,3 +51,22 @@ def test_the_interpreter_is_refused() -> None:
     done = compiled(TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert "unset TRITON_INTERPRET" in done.stderr
+
+
+def test_every_kernel_is_timed_beside_its_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert kernels.main(["--device", device, "--tiny", "--rounds", "1"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ("no GPU: times mean nothing" in report["machine"]["isa"]) == (device == "cpu")
+    timed = {row["work"] for row in report["rows"]}
+    assert {"linear", "attention decode", "attention prefill", "attention backward", "draw", "norm", "rotate"} <= timed
+    for row in report["rows"]:
+        assert row["seconds"] > 0 and row["floor_seconds"] > 0 and row["bytes_per_s"] > 0
+        assert (row["torch_seconds"] is None) == (row["vs_torch"] is None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_options_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, reason in (([], "no GPU"), (["--device", "cpu"], "--tiny"), (["--quick", "--tiny"], "--compile-only")):
+        assert kernels.main(options) == 2
+        assert reason in capsys.readouterr().err

@@ -26,16 +26,6 @@ def test_rms_norm(device: torch.device, rows: int, columns: int) -> None:
     judge(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), exact)
 
 
-def test_add_rms_norm(device: torch.device) -> None:
-    from palimpsest.triton_kernels.norm import add_rms_norm
-
-    x, residual, weight = (torch.randn(*shape, device=device) for shape in ((5, 96), (5, 96), (96,)))
-    total, out = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    exact = reference.rms_norm(total.double(), weight, 1e-5)
-    judge(out, reference.rms_norm(total, weight, 1e-5), exact)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 40])
 def test_rms_norm_backward(device: torch.device, rows: int) -> None:
     from palimpsest.triton_kernels.norm import rms_norm_backward
@@ -88,33 +78,3 @@ def test_rotate(device: torch.device, rows: int, head_dim: int) -> None:
     judge(rotate(x, positions, cos, sin), reference.rotate(x, positions, cos, sin), exact)
     turned_back = rotate(rotate(x, positions, cos, sin), positions, cos, -sin)
     assert torch.allclose(turned_back, x, atol=1e-5)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("pages_dtype", [torch.float32, torch.bfloat16])
-def test_rotate_and_write(device: torch.device, normed: bool, pages_dtype: torch.dtype) -> None:
-    from palimpsest.triton_kernels.rotary import rotate_and_write
-
-    rows, heads, kv_heads, dim, page_size = 5, 4, 2, 24, 4
-    both = torch.randn(rows, heads + 2 * kv_heads, dim, device=device)
-    query, key, value = both.split([heads, kv_heads, kv_heads], dim=1)
-    norms = (torch.rand(dim, device=device), torch.rand(dim, device=device)) if normed else None
-    positions = torch.randint(0, 50, (rows,), device=device)
-    slots = torch.randperm(6 * page_size, device=device)[:rows]
-    cos, sin = angles(50, dim, device)
-
-    def empty() -> tuple[Tensor, Tensor]:
-        pages = torch.full((6, kv_heads, page_size, dim), 7.0, device=device)
-        return pages.to(pages_dtype), pages.to(pages_dtype)
-
-    pages, expected = empty(), empty()
-    out = rotate_and_write(query, key, value, norms, 1e-5, positions, slots, cos, sin, *pages)
-    plain_query, plain_key = (
-        reference.rotate(x if norms is None else reference.rms_norm(x, norm, 1e-5), positions, cos, sin)
-        for x, norm in zip((query, key), norms or (query, key), strict=True)
-    )
-    reference.write_kv(plain_key, value, *expected, slots)
-    assert torch.allclose(out, plain_query, atol=2e-6)
-    assert torch.allclose(pages[0].float(), expected[0].float(), atol=2e-6 if pages_dtype == torch.float32 else 0.04)
-    if pages_dtype == torch.float32:  # the interpreter cuts bits off where a GPU rounds
-        assert torch.equal(pages[1], expected[1])

@@ -1,0 +1,169 @@
+"""Build: every way in which a Triton kernel is launched for a model, as the compiler needs it, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SHAPES", "Build", "Shape", "builds"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides how its kernels are built."""
+
+    name: str
+    group: int
+    head_dim: int
+    hidden: int
+
+
+SHAPES = (Shape("Qwen2.5-7B", 7, 128, 3584), Shape("Qwen2.5-14B", 5, 128, 5120))
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Build:
+    """One way in which a kernel is launched.
+
+    tensor: on sm_90 its products must be wgmma. least: the first capability that has its
+    types.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int
+    tensor: bool = False
+    least: int = 80
+
+
+def builds(shape: Shape) -> Iterator[Build]:
+    """Every kernel as a model of this shape launches it."""
+    yield from _attention(shape)
+    yield from _linear(shape)
+    yield from _elementwise(shape)
+    yield from _vocabulary()
+
+
+def _types(pointers: Mapping[str, str], integers: str = "", floats: str = "", aligned: str = "") -> dict[str, str]:
+    types = {name: f"*{kind}" for names, kind in pointers.items() for name in names.split()}
+    types |= dict.fromkeys(integers.split(), "i32") | dict.fromkeys(floats.split(), "fp32")
+    return types | dict.fromkeys(aligned.split(), "i32:16")
+
+
+def _least(kind: str) -> int:
+    return 90 if kind.startswith("fp8") else 80
+
+
+def _attention(shape: Shape) -> Iterator[Build]:
+    from ..triton_kernels import attention, attention_backward
+    from ..triton_kernels.tuning import attention_blocks, next_power_of_2
+
+    tables = "query_start kv_length tables skipped"
+    integers = "spans heads kv_heads table_stride tiles"
+    sizes: dict[str, Any] = {
+        "GROUP": shape.group,
+        "PAGE": PAGE,
+        "DIM": shape.head_dim,
+        "BLOCK_D": next_power_of_2(shape.head_dim),
+    }
+    for name, small in (("decode", True), ("prefill", False)):
+        blocks = attention_blocks(shape.head_dim, shape.group, small=small)
+        for pages in ("bf16", "fp8e4nv"):
+            types = _types(
+                {"query out log_sums peaks totals partials": "fp32", "key_pages value_pages": pages, tables: "i32"},
+                integers, "scale",
+            )  # fmt: skip
+            constants = sizes | {
+                "BLOCK_M": blocks.m, "BLOCK_N": attention.BLOCK_N, "TILE": attention.TILE, "CAUSAL": True,
+                "PARTIAL": small, "HALF": True, "SAVES": not small,
+            }  # fmt: skip
+            label = f"attention {name} {pages}"
+            yield Build(
+                label, attention.attention_kernel, types, constants, blocks.warps, blocks.stages,
+                tensor=not small, least=_least(pages),
+            )  # fmt: skip
+    types = _types({"peaks totals partials out": "fp32", "query_start kv_length": "i32"}, "spans heads tiles")
+    constants = {"DIM": shape.head_dim, "BLOCK_D": sizes["BLOCK_D"], "TILE": attention.TILE}
+    yield Build("attention merge", attention.merge_kernel, types, constants, 4, 3)
+    block_m = max(attention_backward.BLOCK_M, next_power_of_2(shape.group))
+    constants = sizes | {
+        "BLOCK_M": block_m, "BLOCK_N": attention_backward.BLOCK_N, "HALF": True, "LOG2E": attention.LOG2E
+    }  # fmt: skip
+    read = {"grad query log_sums deltas": "fp32", "key_pages value_pages": "bf16", "query_start tables": "i32"}
+    integers = "spans heads kv_heads table_stride"
+    for name, kernel, extra in (
+        ("queries", attention_backward.query_gradient_kernel, {"grad_query": "fp32", "kv_length": "i32"}),
+        ("context", attention_backward.context_gradient_kernel, {"grad_key grad_value": "fp32", "kv_start": "i32"}),
+    ):
+        types = _types(read | extra, integers, "scale")
+        yield Build(f"attention backward {name}", kernel, types, constants, attention_backward.WARPS, 3)
+
+
+def _linear(shape: Shape) -> Iterator[Build]:
+    import torch
+
+    from ..triton_kernels.linear import linear_kernel
+    from ..triton_kernels.tuning import linear_blocks
+
+    for rows in (1, 64, 4096):
+        for kind, dtype in (("bf16", torch.bfloat16), ("i8", torch.int8), ("fp8e4nv", torch.float8_e4m3fn)):
+            if kind != "bf16" and rows > 64:
+                continue
+            blocks = linear_blocks(rows, dtype)
+            types = _types(
+                {"x scales out": "fp32", "weight": kind, "bias": "bf16"}, "rows", aligned="outputs inputs x_stride"
+            )  # fmt: skip
+            constants = {
+                "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "BANDS": blocks.bands,
+                "SCALED": kind != "bf16", "BIASED": True, "HALF": True,
+            }  # fmt: skip
+            yield Build(
+                f"linear {kind} {rows} rows", linear_kernel, types, constants, blocks.warps, blocks.stages,
+                tensor=rows > 16, least=_least(kind),
+            )  # fmt: skip
+
+
+def _elementwise(shape: Shape) -> Iterator[Build]:
+    from ..triton_kernels import activation, norm, rotary
+    from ..triton_kernels.tuning import next_power_of_2, row_warps
+
+    width, half = next_power_of_2(shape.hidden), shape.head_dim // 2
+    types = _types({"x out": "fp32", "weight": "bf16"}, "columns", "eps", "row_stride")
+    yield Build("norm", norm.norm_kernel, types, {"BLOCK": width}, row_warps(width), 3)
+    types = _types({"grad x grad_x scales": "fp32", "weight": "bf16"}, "columns", "eps")
+    yield Build("norm backward", norm.norm_backward_kernel, types, {"BLOCK": width}, row_warps(width), 3)
+    types = _types({"grad x scales sums": "fp32"}, "rows columns")
+    constants: dict[str, Any] = {"ROWS": norm.BACKWARD_ROWS, "COLUMNS": norm.BACKWARD_COLUMNS}
+    yield Build("norm backward weight", norm.weight_gradient_kernel, types, constants, 4, 3)
+    types = _types({"gate up out": "fp32"}, "columns", aligned="gate_stride up_stride")
+    yield Build("silu product", activation.silu_product_kernel, types, {"BLOCK": activation.BLOCK}, 4, 3)
+    types = _types({"grad gate up grad_gate grad_up": "fp32"}, "count")
+    yield Build("silu product backward", activation.silu_product_backward_kernel, types, {"BLOCK": 1024}, 4, 3)
+    types = _types({"x cos sin out": "fp32", "positions": "i64"}, "heads", aligned="token_stride")
+    constants = {"HALF": half, "BLOCK": next_power_of_2(half)}
+    yield Build("rotate", rotary.rotate_kernel, types, constants, 4, 3)
+
+
+def _vocabulary() -> Iterator[Build]:
+    from ..triton_kernels import token_scores, vocabulary
+
+    types = _types(
+        {"logits peaks totals temperatures": "fp32", "best": "fp64", "best_id keys": "i64"},
+        "row_stride vocabulary tiles",
+    )  # fmt: skip
+    constants: dict[str, Any] = {"TILE": vocabulary.TILE, "DRAWS": True}
+    yield Build("draw", vocabulary.tile_kernel, types, constants, vocabulary.WARPS, 3)
+    types = _types({"peaks totals out": "fp32"}, "tiles")
+    yield Build("log-sum-exp merge", vocabulary.fold_kernel, types, {}, 4, 3)
+    constants = {"TILE": vocabulary.TILE}
+    types = _types({"logits log_sums sums": "fp32"}, "vocabulary tiles")
+    yield Build("token scores", token_scores.entropy_kernel, types, constants, vocabulary.WARPS, 3)
+    types = _types(
+        {"logits entropies log_sums logprob_grads entropy_grads": "fp32", "targets": "i64"}, "vocabulary", "temperature"
+    )
+    yield Build("token scores backward", token_scores.gradient_kernel, types, constants, vocabulary.WARPS, 3)

@@ -1,0 +1,210 @@
+"""Case: one kernel on inputs of a model's shape, with what torch does instead and what it cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..engine import cuda
+from ..triton_kernels import activation, attention, attention_backward, linear, norm, rotary, token_scores, vocabulary
+from .costs import Cost
+from .kernel_costs import Heads, attention_backward_cost, attention_cost, moved, product_cost
+
+__all__ = ["SIZES", "Case", "Sizes", "cases"]
+
+PAGE = 16
+EPS = 1e-6
+HALF = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's shape and how much of it is run.
+
+    rows: of a prefill's products. few: rows of a decode step's products, and sequences of one. context: tokens that
+    they attend to. prompt: tokens of a prefill's attention. scored: rows of logits.
+    """
+
+    heads: Heads
+    hidden: int
+    mlp: int
+    vocabulary: int
+    rows: int
+    few: tuple[int, ...]
+    context: int
+    prompt: int
+    scored: int
+
+
+SIZES = {
+    # Qwen2.5-7B
+    "full": Sizes(Heads(28, 4, 128), 3584, 18944, 152064, 4096, (1, 8, 32, 128), 6144, 6144, 256),
+    "tiny": Sizes(Heads(4, 2, 16), 64, 128, 300, 20, (1, 2), 40, 40, 3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """kernel, rows, context: what it is called. ours: calls the kernel as the engine does. torch: None where torch has
+    nothing alike. cost: see kernel_costs.py. dtype: of weights or KV where there are any. engine: what runs it.
+    """
+
+    kernel: str
+    rows: int
+    context: int
+    ours: Callable[[], object]
+    torch: Callable[[], object] | None
+    cost: Cost
+    dtype: str = "bfloat16"
+    engine: str = "triton"
+
+
+def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """One after the other, so that the inputs of one are gone before the next one's are made."""
+    torch.manual_seed(1)
+    yield from _products(sizes, device)
+    yield from _attention(sizes, device)
+    yield from _elementwise(sizes, device)
+    yield from _vocabulary(sizes, device)
+
+
+def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    inputs, outputs = sizes.hidden, sizes.mlp
+    weight = torch.randn(outputs, inputs, device=device).mul_(inputs**-0.5).to(HALF)
+    for rows in (*sizes.few, sizes.rows):
+        x = torch.randn(rows, inputs, device=device)
+        narrow = x.to(HALF)  # torch is spared the rounding
+
+        def theirs(narrow: Tensor = narrow) -> Tensor:
+            return F.linear(narrow, weight)
+
+        cost = product_cost(rows, inputs, outputs, HALF.itemsize)
+        yield Case("linear", rows, 0, lambda x=x: linear.linear(x, weight, None), theirs, cost)  # type: ignore[misc]
+        if cuda.unavailable() is None and cuda.fits_gemv(x, weight):
+            run = lambda x=x: cuda.gemv(x, weight, None, None)  # noqa: E731
+            yield Case("gemv", rows, 0, run, theirs, cost, engine="cuda")
+    scales = torch.rand(outputs, device=device)
+    whole = torch.randint(-127, 128, weight.shape, dtype=torch.int8, device=device)
+    x = torch.randn(sizes.few[0], inputs, device=device)
+    cost = product_cost(len(x), inputs, outputs, whole.element_size())
+    yield Case("linear int8", len(x), 0, lambda: linear.scaled_linear(x, whole, scales, None), None, cost, "int8")
+
+
+class _Pages:
+    """Sequences of `length` tokens each in pages of their own, the last `rows` of them asked; and the same, dense."""
+
+    def __init__(self, sizes: Sizes, sequences: int, rows: int, length: int, device: torch.device) -> None:
+        heads, each = sizes.heads, -(-length // PAGE)
+        shape = (sequences * each, heads.kv, PAGE, heads.dim)
+        self.key, self.value = (torch.randn(shape, device=device, dtype=HALF) for _ in range(2))
+        numbers = torch.randperm(sequences * each, device=device).view(sequences, each)
+        self.tables = numbers.int()
+        self.starts = torch.arange(sequences + 1, device=device, dtype=torch.int32) * rows
+        self.lengths = torch.full((sequences,), length, device=device, dtype=torch.int32)
+        self.query = torch.randn(sequences * rows, heads.query, heads.dim, device=device)
+        self.scale = heads.dim**-0.5
+        self.dense_query = self.query.to(HALF).view(sequences, rows, heads.query, heads.dim).transpose(1, 2)
+        self.dense_key, self.dense_value = (
+            pages[numbers].transpose(2, 3).flatten(1, 2)[:, :length].transpose(1, 2) for pages in (self.key, self.value)
+        )
+
+    def ours(self, *, few_rows: bool, exact: bool = False, log_sums: Tensor | None = None) -> Tensor:
+        return attention.paged_attention(
+            self.query, self.key, self.value, self.starts, self.lengths, self.tables, self.scale, few_rows=few_rows,
+            exact=exact, log_sums=log_sums,
+        )  # fmt: skip
+
+    def by_cuda(self) -> Tensor:
+        """One row per sequence."""
+        peaks, totals, partials, tile = cuda.paged_decode_partials(
+            self.query, self.key, self.value, self.lengths, self.tables, self.scale * attention.LOG2E
+        )
+        return attention.merge_tiles(peaks, totals, partials, self.starts, self.lengths, tile)
+
+    def torch(self) -> Tensor:
+        causal = self.dense_query.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            self.dense_query, self.dense_key, self.dense_value, is_causal=causal, enable_gqa=True
+        )
+
+
+def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    heads, context, prompt = sizes.heads, sizes.context, sizes.prompt
+    for batch in sizes.few:
+        step = _Pages(sizes, batch, 1, context, device)
+        cost = attention_cost([(1, context)] * batch, heads, HALF.itemsize)
+        for name, exact in (("decode", False), ("decode exact", True)):
+            run = lambda step=step, exact=exact: step.ours(few_rows=True, exact=exact)  # noqa: E731
+            yield Case(f"attention {name}", batch, context, run, step.torch, cost)
+        if cuda.unavailable() is None and cuda.fits_decode(step.query, step.key, batch):
+            yield Case("paged_decode", batch, context, step.by_cuda, step.torch, cost, engine="cuda")
+    whole = _Pages(sizes, 1, prompt, prompt, device)
+    cost = attention_cost([(prompt, prompt)], heads, HALF.itemsize)
+    yield Case("attention prefill", prompt, prompt, lambda: whole.ours(few_rows=False), whole.torch, cost)
+    log_sums = torch.empty(prompt, heads.query, device=device)
+    out = whole.ours(few_rows=False, log_sums=log_sums)
+    grad = torch.randn_like(out)
+
+    def backward() -> tuple[Tensor, Tensor, Tensor]:
+        return attention_backward.paged_attention_backward(
+            grad, whole.query, out, log_sums, whole.key, whole.value, whole.starts, whole.lengths, whole.tables,
+            whole.scale,
+        )  # fmt: skip
+
+    inputs = [x.detach().requires_grad_() for x in (whole.dense_query, whole.dense_key, whole.dense_value)]
+    result = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True, enable_gqa=True)
+
+    def theirs() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(result, inputs, torch.ones_like(result), retain_graph=True)
+
+    cost = attention_backward_cost([(prompt, prompt)], heads, HALF.itemsize)
+    yield Case("attention backward", prompt, prompt, backward, theirs, cost)
+
+
+def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    rows, hidden, heads = sizes.rows, sizes.hidden, sizes.heads
+    x, grad = (torch.randn(rows, hidden, device=device) for _ in range(2))
+    weight = torch.rand(hidden, device=device).to(HALF)
+    full = weight.float()
+    run: Callable[[], object] = lambda: norm.rms_norm(x, weight, EPS)  # noqa: E731
+    yield Case("norm", rows, 0, run, lambda: F.rms_norm(x, (hidden,), full, EPS), moved(x.numel(), 2), "float32")
+    run = lambda: norm.rms_norm_backward(grad, x, weight, EPS)  # noqa: E731
+    yield Case("norm backward", rows, 0, run, None, moved(x.numel(), 3), "float32")
+    gate, up, grad = (torch.randn(rows, sizes.mlp, device=device) for _ in range(3))
+    run = lambda: activation.silu_product(gate, up)  # noqa: E731
+    yield Case("silu product", rows, 0, run, lambda: F.silu(gate) * up, moved(gate.numel(), 3), "float32")
+    run = lambda: activation.silu_product_backward(grad, gate, up)  # noqa: E731
+    yield Case("silu product backward", rows, 0, run, None, moved(gate.numel(), 5), "float32")
+    turned = torch.randn(rows, heads.query, heads.dim, device=device)
+    cos, sin = (torch.randn(rows, heads.dim // 2, device=device) for _ in range(2))
+    positions = torch.arange(rows, device=device)
+    yield Case(
+        "rotate", rows, 0, lambda: rotary.rotate(turned, positions, cos, sin), None, moved(turned.numel(), 2), "float32"
+    )
+
+
+def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    rows = sizes.scored
+    logits = torch.randn(rows, sizes.vocabulary, device=device)
+    temperatures, keys = torch.ones(rows, device=device), torch.arange(rows, device=device)
+    targets = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def theirs() -> Tensor:
+        return logits.logsumexp(dim=1)
+
+    yield Case(
+        "log-sum-exp", rows, 0, lambda: vocabulary.log_sum_exp(logits), theirs, moved(logits.numel(), 1), "float32"
+    )
+    run: Callable[[], object] = lambda: vocabulary.draw(logits, temperatures, keys)  # noqa: E731
+    yield Case("draw", rows, 0, run, None, moved(logits.numel(), 1), "float32")
+    run = lambda: token_scores.token_scores(logits, targets, 1.0)  # noqa: E731
+    yield Case("token scores", rows, 0, run, lambda: logits.log_softmax(dim=1), moved(logits.numel(), 1), "float32")
+    _, entropies, log_sums = token_scores.token_scores(logits, targets, 1.0)
+    run = lambda: token_scores.token_scores_grad(  # noqa: E731
+        logits, targets, 1.0, entropies, log_sums, temperatures, temperatures
+    )
+    yield Case("token scores backward", rows, 0, run, None, moved(logits.numel(), 2), "float32")
