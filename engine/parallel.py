@@ -69,6 +69,7 @@ class TensorParallel:
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
+        self.agree("decision", b"")
         return int(self._gather(torch.tensor([number], device=self._device)).min())
 
     def lead(self, value: T) -> T:

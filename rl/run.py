@@ -189,14 +189,21 @@ class Run:
         """Whether this is the first of the ranks that hold one model together."""
         return self.engine.parallel is None or self.engine.parallel.rank == 0
 
+    @property
+    def _alone(self) -> bool:
+        return self._ranks.size == 1 and self.engine.parallel is None
+
     def _end_if_told(self) -> None:
         """Save and raise Terminated if a signal came to any rank."""
-        if self._ranks.size == 1:
+        if self._alone:
             return  # the next rollout ends at once
-        told = [number for number in self._ranks.gather(self.termination.requested) if number is not None]
+        told = self.termination.requested or 0
+        if self.engine.parallel is not None:
+            told = -self.engine.parallel.least(-told)
+        told = max(self._ranks.gather(told))
         if told:
             self.save()
-            raise Terminated(told[0])
+            raise Terminated(told)
 
     def _of_all_ranks(self, seen: Diagnostics) -> tuple[Diagnostics, float, dict[str, int]]:
         """-> diagnostics, mean answer of all groups that were rolled out, those left out too, and failures."""
@@ -229,7 +236,7 @@ class Run:
         with closing(groups):
             while True:
                 # several ranks end together, between two steps: one that left a step would be waited for
-                with self.termination.breakable() if self._ranks.size == 1 else nullcontext():
+                with self.termination.breakable() if self._alone else nullcontext():
                     group = next(groups, None)
                 if group is None:
                     return
