@@ -78,13 +78,14 @@ def gradient(folder: Path, ranks: ProcessGroup, weighting: str, deal: Sequence[i
     """Of the groups, dealt out to the ranks, as their optimizers get it: sums, by the places that this rank owns."""
     config = TrainerConfig(AlgorithmConfig(kl=0.05, entropy=0.01, weighting=weighting), OPTIMIZER)
     trainer = make_trainer(folder, ranks, config)
-    found: dict[int, Tensor] = {}
+    optimizer, found = trainer._optimizer, dict[int, Tensor]()
 
-    def catch(gradients: Sequence[Tensor | None]) -> float:
-        found.update({place: grad.clone() for place, grad in enumerate(gradients) if grad is not None})
+    def catch() -> float:
+        grads = {place: optimizer._parameters[place].grad for place in optimizer._masters}
+        found.update({place: grad.clone() for place, grad in grads.items() if grad is not None})
         return float("inf")
 
-    trainer._optimizer._norm = catch
+    optimizer._norm = catch  # type: ignore[method-assign]
     groups = thirteen_turns(trainer.engine)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the norm is inf
