@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up everything they need in .venv; the second time they find it done.
 #   PYTHON       the interpreter to start from (>= 3.11)
 #   BENCH        options of the benchmarks, for instance BENCH="--peers FOLDER"
+#   SEED, PROOF  of `make proof`: its seed, and other options, for instance PROOF="--documents 32 --longest 64K"
 #   TORCH_INDEX  a package index for torch alone, for instance one that serves the smaller CPU-only wheel
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 
-.PHONY: demo test test-slow bench lint build clean
+.PHONY: demo test test-slow bench proof lint build clean
 
 demo: $(BUILT)
 	$(DEMO)
@@ -30,6 +31,9 @@ test-slow: $(BUILT)
 bench: $(BUILT)
 	.venv/bin/palimpsest bench prefill $(BENCH)
 	.venv/bin/palimpsest bench decode $(BENCH)
+
+proof: $(BUILT)
+	.venv/bin/python examples/slots/proof.py $(if $(SEED),--seed $(SEED)) $(PROOF)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

@@ -181,6 +181,7 @@ class _Results:
         spread = math.fsum((reward - mean) ** 2 for reward in rewards) if mean is not None else 0.0
         return {
             "work": f"{length} tokens",
+            "tokens": length,
             "sampling": sampling,
             "documents": len(rewards),
             "reward": mean,

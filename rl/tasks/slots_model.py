@@ -36,7 +36,7 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
+    "rope_theta": 10000.0,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }

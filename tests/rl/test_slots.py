@@ -139,3 +139,11 @@ def test_bias_drops_what_was_known(agent: MemoryAgent) -> None:
 def test_mistakes_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SlotsConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_published_prompts_run(agent: MemoryAgent) -> None:
+    published = MemoryAgent(agent.engine, AgentConfig(chunk_tokens=32, memory_tokens=6, answer_tokens=4))
+    problem = Slots(SlotsConfig(tokens=64)).problem(0)
+    turns = published.read(problem.document, problem.question).turns
+    assert [turn.kind for turn in turns] == ["update", "update", "final"]
+    assert " fl" in agent.tokenizer.decode(turns[0].prompt_ids) and len(turns[0].prompt_ids) < 200
