@@ -88,9 +88,10 @@ class PagePool:
         best: int | None = None
         longest = 0
         for node in self._children.get(parent, {}).values():
-            shared = shared_ids(node.ids, wanted)
-            if shared > longest:
-                best, longest = node.page, shared
+            if node.ids.startswith(wanted[: (longest + 1) * ID_BYTES]):  # it may be better; few are
+                shared = shared_ids(node.ids, wanted)
+                if shared > longest:
+                    best, longest = node.page, shared
         return best, longest
 
     def shortfall(self, match: Match, tokens: int) -> int:
