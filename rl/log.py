@@ -51,12 +51,11 @@ class RunLog:
             if keep_steps is not None and self.path.exists():
                 _cut(self.path, keep_steps)
                 self.events.update(line["name"] for line in read_log(self.path) if line["kind"] == "event")
-            new = keep_steps is None and path != os.devnull
-            self._file = self.path.open("xb" if new else "ab", buffering=0)
-        except FileExistsError as error:
-            raise TraceError(
-                f"{self.path} exists: there is a run in this folder; go on with it (--resume), or set log.folder"
-            ) from error
+            if keep_steps is None and path != os.devnull and self.path.exists() and self.path.stat().st_size:
+                raise TraceError(
+                    f"{self.path} exists: there is a run in this folder; go on with it (--resume), or set log.folder"
+                )
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise TraceError(f"cannot write the log {self.path}: {error.strerror}") from error
 

@@ -138,3 +138,12 @@ def test_evaluation_and_a_curriculum_that_grows_documents(config_file: Path, tmp
     assert [line["stage"] for line in expected if line["kind"] == "step"] == [0, 0, 1]
     [stage] = [line["step"] for line in expected if line["kind"] == "event" and line["name"] == "stage"]
     assert stage == 2 and run.curriculum.stage == 1
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_200_steps(config_file: Path, tmp_path: Path) -> None:
+    changes = [f"log.folder={tmp_path / 'run'}", "rollout.steps=200", "log.trajectories=true", "log.tensorboard=true"]
+    run = Run(load_config(config_file, [*changes, "checkpoint.every=20"]))
+    run.train()
+    used = [line["machine"]["memory_mib"] for line in read_log(run.log.path) if line["kind"] == "step"]
+    assert len(used) == 200 and max(used[150:]) < max(used[50:100]) + 8  # a group of this run is some 0.1 MiB
