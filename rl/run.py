@@ -67,7 +67,7 @@ class Run:
         trainer_config = config.trainer
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep, ranks)
         self.termination = Termination()
-        saved = self.checkpoints.steps if resume else None
+        self._saved = saved = self.checkpoints.steps if resume else None
         self._resumed = saved is not None
         self.log = self._log((-1 if saved is None else saved) if resume else None)
         self._trajectories = self.folder / ("trajectories" if ranks.size == 1 else f"trajectories/rank{ranks.rank}")
@@ -118,8 +118,9 @@ class Run:
 
     def save(self) -> None:
         """Leave a checkpoint of the steps taken so far, unless there is one."""
-        if self.checkpoints.steps != self.trainer.steps:
+        if self._saved != self.trainer.steps:
             self.checkpoints.save(self.trainer, self._state(), self._score)
+            self._saved = self.trainer.steps
 
     def evaluate(self) -> None:
         """Evaluate if it is due, with a line in the log. Its reward is what makes a checkpoint the best."""
