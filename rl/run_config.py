@@ -197,6 +197,13 @@ class RunConfig:
             f"objective {self.objective!r} does not go with the data given: 'sft' takes a task with an oracle, as "
             "data.task=slots_oracle, and 'rl' takes problems",
         )
+        unused = {
+            "eval.sets": bool(self.eval.sets),
+            "rollout.curriculum": self.rollout.curriculum is not None,
+            "log.trajectories": self.log.trajectories,
+        }
+        for name, given in unused.items():
+            _require(not (supervised and given), f"{name} is of no use with objective 'sft'; leave it out")
 
     @property
     def data_changes(self) -> dict[str, Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from .log import RunLog
 from .run_config import RunConfig
 from .supervised import Examples, SupervisedReport, SupervisedTrainer
 from .tasks import OracleConfig
+from .trackers import trackers
 
 __all__ = ["SupervisedRun"]
 
@@ -37,7 +38,7 @@ class SupervisedRun:
             )
         self.config = config
         self.folder = Path(config.log.folder)
-        self.log = RunLog(self.folder / "log.jsonl")
+        self.log = RunLog(self.folder / "log.jsonl", trackers(config.log, dataclasses.asdict(config)))
         self.display = Display(config.rollout.steps, 0, config.rollout.problems)
         self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
         self.trainer = SupervisedTrainer(self.engine, config.trainer)

@@ -78,6 +78,7 @@ def test_dynamic_sampling_refills_and_never_dies(folder: Path) -> None:
     kept = list(rollout.groups(problems(1, 2, 3, 4, 5), 2))
     assert [sorted(t.correct for t in group.trajectories) for group in kept] == [[0, 1, 1], [0, 0, 1]]
     assert rollout.rolled == 4  # 1 and 2, then 3, then 4
+    assert sorted(rollout.correct) == [0, 1 / 3, 2 / 3, 1]
     dull = Rollout(agent, scripted({}), DYNAMIC)
     with pytest.warns(UserWarning, match="both right and wrong"):
         kept = list(dull.groups(iter(problems(*range(1, 9))), 2))

@@ -61,6 +61,7 @@ def test_a_run_through_the_command_line(config_file: Path, tmp_path: Path, capsy
     assert start["kind"] == "start" and start["config"]["rollout"]["steps"] == 4
     assert [line["step"] for line in steps] == [1, 2, 3, 4] and [line["position"] for line in steps] == [2, 4, 6, 8]
     assert steps[0]["first"]["largest_difference"] == 0 and steps[0]["groups"] == 2
+    assert all(line["correct_of_rolled"] == pytest.approx(line["correct"]) for line in steps)
     assert all(line["updates"] == 1 and line["gradient_norms"][0] > 0 for line in steps)
     assert len(steps[0]["diagnostics"]["memory_tokens"]) > 1 and steps[0]["machine"]["seconds"]["step"] > 0
     shown = capsys.readouterr().err

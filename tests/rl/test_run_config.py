@@ -61,6 +61,14 @@ def test_a_key_says_what_kind_of_data_and_agent_is_meant(tmp_path: Path) -> None
             load(tmp_path, "data: {task: slots}\nagent: {function: 'my:agent'}", *tokens, change)
 
 
+def test_what_supervised_training_does_not_do_is_refused(tmp_path: Path) -> None:
+    text = "objective: sft\ndata: {task: slots_oracle}"
+    assert load(tmp_path, text).objective == "sft"
+    for change in ("eval.sets={a: {}}", "rollout.curriculum.stages=[{noise: 0}]", "log.trajectories=true"):
+        with pytest.raises(ConfigError, match=f"{change.split('=')[0].removesuffix('.stages')} is of no use"):
+            load(tmp_path, text, change)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
