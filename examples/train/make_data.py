@@ -1,7 +1,7 @@
 """Write training data in MemAgent's layout: passages of the demo's chronicle, a question on each, and its answer.
 
     python examples/train/make_data.py > train.jsonl
-    python examples/train/make_data.py --dev --characters 8000 > dev_long.jsonl
+    python examples/train/make_data.py --dev --characters 8000 > long.jsonl
 
 Rows are questions of examples/demo/facts.json: the first 64 for training, the others for evaluation (--dev). The answer
 stands somewhere in the passage, at a place that depends on the row. Standard library only.
@@ -20,7 +20,7 @@ DEMO = Path(__file__).parents[1] / "demo"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write rows of training data to standard output.")
-    parser.add_argument("--characters", type=int, default=4000, help="length of a passage (%(default)s)")
+    parser.add_argument("--characters", type=int, default=2000, help="length of a passage (%(default)s)")
     parser.add_argument("--dev", action="store_true", help="the rows that are not trained on")
     arguments = parser.parse_args()
     text = (DEMO / "harbour.txt").read_text("utf-8")

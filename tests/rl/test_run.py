@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +151,23 @@ def test_memory_is_flat_over_200_steps(config_file: Path, tmp_path: Path) -> Non
     run.train()
     used = [line["machine"]["memory_mib"] for line in read_log(run.log.path) if line["kind"] == "step"]
     assert len(used) == 200 and max(used[150:]) < max(used[50:100]) + 8  # a group of this run is some 0.1 MiB
+
+
+@pytest.mark.slow
+def test_ranks_write_the_log_of_one_process(config_file: Path, tmp_path: Path) -> None:
+    changes = ["rollout.problems=3", "rollout.steps=3", "eval={every: 3, problems: 3, sets: {train: {}}}"]
+    logs = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        options = [option for change in [*changes, f"log.folder={folder}"] for option in ("--set", change)]
+        command = [sys.executable, *launcher, "-m", "palimpsest", "train", str(config_file), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / ".typing")}
+        subprocess.run(command, env=environment, check=True, timeout=200)
+        logs.append(same(read_log(folder / "log.jsonl")))
+    for line, other in zip(*logs, strict=True):
+        if line["kind"] == "step":  # the gradient is summed in another order
+            assert other.pop("gradient_norms") == pytest.approx(line.pop("gradient_norms"), rel=1e-5)
+            for part in ("first", "all"):
+                assert other.pop(part) == pytest.approx(line.pop(part), rel=1e-5)
+        assert line == other
