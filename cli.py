@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         return int(import_module(f".bench.{args.name}", __package__).main(args.options))
     if args.command == "train":
         train = import_module(".rl.train", __package__)
-        return int(train.run(args.config, args.set, args.resume))
+        return int(train.run(args.config, args.set, args.resume, args.replay))
     from .engine import ask
 
     return ask.run(args)
@@ -141,6 +141,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--resume",
         action="store_true",
         help="go on from the newest checkpoint in log.folder; start where there is none",
+    )
+    train.add_argument(
+        "--replay",
+        metavar="FOLDER",
+        help="train on the trajectories of another run (its log.folder/trajectories) without rolling out",
     )
 
 

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,7 +82,7 @@ def has_step(folder: str | Path, step: int) -> bool:
     return bool(_files(Path(folder), step))
 
 
-def recorded(folder: str | Path, step: int, process_group: ProcessGroup | None = None) -> Iterator[Group]:
+def recorded(folder: str | Path, step: int, process_group: ProcessGroup | None = None) -> Generator[Group, None, None]:
     """The groups of a step, of several ranks this one's share. Raises TraceError when there are none, and as read_step
     does."""
     ranks, place = ProcessGroup() if process_group is None else process_group, Path(folder)
@@ -91,9 +91,10 @@ def recorded(folder: str | Path, step: int, process_group: ProcessGroup | None =
         there = sorted({file.stem for file in place.rglob("step-*.jsonl")})
         raise TraceError(
             f"{place} has no trajectories of step {step} ({f'{there[0]} to {there[-1]}' if there else 'none'} are "
-            "there); resume the trainer from the checkpoint of another step, or name the run's other folder"
+            "there); lower rollout.steps, go on from the checkpoint of another step, or name another run's folder"
         )
-    return chain.from_iterable(map(read_step, files[ranks.rank :: ranks.size]))
+    for file in files[ranks.rank :: ranks.size]:
+        yield from read_step(file)
 
 
 def _files(place: Path, step: int) -> list[Path]:

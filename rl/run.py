@@ -31,7 +31,7 @@ from .log import RunLog, warnings_noticed
 from .problem_stream import ProblemStream
 from .process_group import ProcessGroup
 from .random_state import random_state, set_random_state
-from .replay import dumped
+from .replay import dumped, recorded
 from .rewards import Scorer
 from .rollout import Rollout
 from .run_config import AnyData, RunConfig
@@ -55,14 +55,22 @@ class Run:
     The ranks of a process group make a Run each, with the same configuration. Main is the one that writes log.jsonl.
     """
 
-    def __init__(self, config: RunConfig, *, resume: bool = False, process_group: ProcessGroup | None = None) -> None:
-        """resume: go on from the newest checkpoint in the folder, or start where there is none.
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        resume: bool = False,
+        replay: str | Path | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """resume: go on from the newest checkpoint in the folder, or start where there is none. replay: train on the
+        trajectories that another run left in this folder, without rolling out.
 
         Raises PalimpsestError for whatever cannot work.
         """
         self.config, self.folder = config, Path(config.log.folder)
         self._ranks = ranks = ProcessGroup() if process_group is None else process_group
-        self._step = 0
+        self._replay, self._step = replay, 0
         self._score: float | None = None
         trainer_config = config.trainer
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep, ranks)
@@ -135,7 +143,10 @@ class Run:
         """One step, and its line in the log."""
         started, events = time.perf_counter(), Counter(self.log.events)
         seen, self._step = Diagnostics(), self.trainer.steps + 1
-        groups = self.rollout.groups(self.problems, self.config.rollout.problems)
+        if self._replay is None:
+            groups = self.rollout.groups(self.problems, self.config.rollout.problems)
+        else:
+            groups = recorded(self._replay, self.trainer.steps, self._ranks)
         if self.config.log.trajectories and self._leads:
             groups = dumped(groups, self._trajectories, self.trainer.steps)
         report = self.trainer.step(self._watched(groups, seen))

@@ -15,18 +15,18 @@ from .termination import Terminated
 __all__ = ["run"]
 
 
-def run(path: str, changes: Sequence[str], resume: bool) -> int:
+def run(path: str, changes: Sequence[str], resume: bool, replay: str | None = None) -> int:
     """Carry out the command; -> exit code: 0, 143 after SIGTERM, 130 after Ctrl-C. Raises PalimpsestError."""
     config = load_config(path, changes)
     with ProcessGroup.start(config.parallel.tensor, config.parallel.timeout) as ranks:
         if config.objective == "sft":
-            if resume or ranks.size * config.parallel.tensor > 1:
+            if resume or replay or ranks.size * config.parallel.tensor > 1:
                 raise ConfigError(
-                    "objective 'sft' runs in one process and can't be resumed; begin anew, with another log.folder"
+                    "objective 'sft' runs in one process, without --resume and --replay; begin anew elsewhere"
                 )
             SupervisedRun(config).train()
             return 0
-        run = Run(config, resume=resume, process_group=ranks)
+        run = Run(config, resume=resume, replay=replay, process_group=ranks)
         try:
             run.train()
         except Terminated as error:

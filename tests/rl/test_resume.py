@@ -215,3 +215,14 @@ def test_what_resuming_says(
     with pytest.raises(CheckpointError, match=r"step-00000011 is damaged: state.json .* go on from step-00000010"):
         train(config_file, folder, resume=True)
     assert (folder / "log.jsonl").read_bytes() == log
+
+
+def test_a_run_is_trained_again_from_its_trajectories(config_file: Path, tmp_path: Path) -> None:
+    steps, replay = "rollout.steps=3", str(tmp_path / "a" / "trajectories")
+    train(config_file, tmp_path / "a", steps, "log.trajectories=true")
+    command = ["train", str(config_file), "--set", steps, "--set", f"log.folder={tmp_path / 'b'}", "--replay", replay]
+    assert main(command) == 0
+    (ours, weights, _), (theirs, expected, _) = outcome(tmp_path / "b"), outcome(tmp_path / "a")
+    assert weights == expected
+    for name in ("reward", "gradient_norms", "first", "diagnostics"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs]
