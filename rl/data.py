@@ -169,6 +169,9 @@ class FileSource:
             return BadRow(f"a {config.document} that is no text", f"{document!r:.60}")
         if document is not None and not document.strip():
             return BadRow("an empty document")
+        for text in (question, document or "", *answers):
+            if not _is_unicode(text):
+                return BadRow("half a character", "a surrogate without its other half, as \\ud83d in JSON")
         extra = _value(row, config.extra)
         return Problem(
             document or "",
@@ -220,6 +223,14 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
     for part in column.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _question(value: object) -> str | None:

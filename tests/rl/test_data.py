@@ -86,6 +86,7 @@ BAD = [
     (json.dumps(row(0)).encode(), "id of another row"),
     (b'{"prompt": "Who?", "context": "caf\xe9"}', "broken UTF-8"),
     (b'{"prompt": "Who?", "cont', "not JSON"),
+    (json.dumps(row(1, context="The lamp \ud83d")).encode(), "half a character"),
     (b"[3]", "no JSON object"),
 ]
 
