@@ -17,14 +17,15 @@ def main() -> None:
     results = json.loads((HERE / "results.json").read_text())
     figure, (learning, reading) = plt.subplots(1, 2, figsize=(11, 4))
     for seed, figures in results.items():
-        steps = figures["steps"]
-        learning.plot([step["step"] for step in steps], [step["reward"] for step in steps], label=seed)
+        for run in dict.fromkeys(step["run"] for step in figures["steps"]):
+            steps = [step for step in figures["steps"] if step["run"] == run]
+            learning.plot([step["step"] for step in steps], [step["kept"] for step in steps], label=f"{seed}, {run}")
         curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for row in figures["accuracy"]:
             curves.setdefault((row["model"], row["sampling"]), []).append((row["tokens"], row["reward"]))
         for (model, sampling), points in curves.items():
             reading.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{seed}, {model}, {sampling}")
-    learning.set(xlabel="step", ylabel="reward of the sampled groups", ylim=(0, 1))
+    learning.set(xlabel="step", ylabel="right answers in the groups trained on", ylim=(0, 1))
     reading.set(xlabel="document, tokens", ylabel="right answers", xscale="log", ylim=(0, 1.02))
     for plot in (learning, reading):
         plot.legend(fontsize=7)

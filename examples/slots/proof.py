@@ -116,8 +116,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
             machine = line["machine"]
             found.append(
                 {
+                    "run": "rl",
                     "step": line["step"],
-                    "reward": line["correct"],
+                    "reward": line["correct_of_rolled"],
+                    "kept": line["correct"],  # of the groups that dynamic sampling keeps
                     "groups": line["groups"],
                     "mismatch": line["first"]["largest_difference"],
                     "entropy": line["first"]["entropy"],
