@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .facts import FactsConfig
+from .facts_oracle import FactsOracleConfig
 from .slots import SlotsConfig
 from .slots_oracle import OracleConfig
 
-__all__ = ["TASKS", "OracleConfig", "SlotsConfig"]
+__all__ = ["TASKS", "ExamplesConfig", "FactsConfig", "FactsOracleConfig", "OracleConfig", "SlotsConfig", "TaskConfig"]
+
+TaskConfig = SlotsConfig | FactsConfig  # documents of any length, with questions
+ExamplesConfig = OracleConfig | FactsOracleConfig  # single turns
 
 # What `data.task` of a training run may be.
-TASKS: Mapping[str, type[SlotsConfig | OracleConfig]] = MappingProxyType(
-    {"slots": SlotsConfig, "slots_oracle": OracleConfig}
+TASKS: Mapping[str, type[TaskConfig | ExamplesConfig]] = MappingProxyType(
+    {
+        "slots": SlotsConfig,
+        "slots_oracle": OracleConfig,
+        "facts": FactsConfig,
+        "facts_oracle": FactsOracleConfig,
+    }
 )
