@@ -91,20 +91,11 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("question")
     ask.add_argument("--model", metavar="PATH", help="Hugging Face folder or GGUF file (the embedded model)")
     ask.add_argument(
-        "--chunk-tokens", type=int, metavar="N", default=agent.chunk_tokens, help="tokens read per turn (%(default)s)"
+        "--adapter",
+        metavar="FOLDER",
+        help="a LoRA adapter in PEFT's layout; its palimpsest.json changes the defaults of the next seven options",
     )
-    ask.add_argument(
-        "--memory-tokens", type=int, metavar="N", default=agent.memory_tokens, help="limit of a memory (%(default)s)"
-    )
-    ask.add_argument(
-        "--answer-tokens", type=int, metavar="N", default=agent.answer_tokens, help="limit of the answer (%(default)s)"
-    )
-    ask.add_argument("--template", default=agent.template, help="memory_first or chunk_first (%(default)s)")
-    ask.add_argument("--final-form", default=agent.final_form, help="boxed, boxed_trained or therefore (%(default)s)")
-    ask.add_argument("--temperature", type=float, default=agent.sampling.temperature, help="0 is greedy (%(default)s)")
-    ask.add_argument(
-        "--top-p", type=float, default=agent.sampling.top_p, help="nucleus sampling, 1 is off (%(default)s)"
-    )
+    _add_reading(ask, agent)
     ask.add_argument("--seed", type=int, default=agent.sampling.seed, help="of the random numbers (%(default)s)")
     ask.add_argument("--backend", choices=BACKENDS, default=engine.backend, help="which kernels compute (%(default)s)")
     ask.add_argument("--dtype", choices=DTYPES, default=engine.dtype, help="of the model's parameters (%(default)s)")
@@ -120,6 +111,18 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--json", action="store_true", help="print one JSON document instead of the answer")
     ask.add_argument("--trace", metavar="FILE.jsonl", help="append each turn to this file as it ends")
     ask.add_argument("--resume", action="store_true", help="go on from the --trace after a crash; all else as it was")
+
+
+def _add_reading(ask: argparse.ArgumentParser, agent: AgentConfig) -> None:
+    """What an adapter may have other defaults for; None is what was not given."""
+    add = ask.add_argument
+    add("--chunk-tokens", type=int, metavar="N", help=f"tokens read per turn ({agent.chunk_tokens})")
+    add("--memory-tokens", type=int, metavar="N", help=f"limit of a memory ({agent.memory_tokens})")
+    add("--answer-tokens", type=int, metavar="N", help=f"limit of the answer ({agent.answer_tokens})")
+    add("--template", help=f"memory_first or chunk_first ({agent.template})")
+    add("--final-form", help=f"boxed, boxed_trained or therefore ({agent.final_form})")
+    add("--temperature", type=float, help=f"0 is greedy ({agent.sampling.temperature})")
+    add("--top-p", type=float, help=f"nucleus sampling, 1 is off ({agent.sampling.top_p})")
 
 
 def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

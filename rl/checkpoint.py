@@ -32,6 +32,7 @@ from ..engine.engine import Engine
 from ..engine.errors import CheckpointError
 from ..engine.tensor_files import StoredTensor, read_header
 from .process_group import ProcessGroup
+from .supervised import SupervisedTrainer
 from .trainer import Trainer
 
 __all__ = ["CheckpointConfig", "Checkpoints"]
@@ -80,7 +81,7 @@ class Checkpoints:
         places = self.all()
         return _steps(places[-1]) if places else None
 
-    def save(self, trainer: Trainer, run: Mapping[str, Any], score: float | None = None) -> Path:
+    def save(self, trainer: Trainer | SupervisedTrainer, run: Mapping[str, Any], score: float | None = None) -> Path:
         """Write a checkpoint of the steps taken so far; -> its folder. Then older ones go that are not to be kept.
 
         run: plain JSON values, for `restore` to give back. score: what makes one the best, the larger the better.
@@ -111,7 +112,7 @@ class Checkpoints:
             self._prune()
         return target
 
-    def restore(self, trainer: Trainer) -> dict[str, Any] | None:
+    def restore(self, trainer: Trainer | SupervisedTrainer) -> dict[str, Any] | None:
         """Bring trainer and engine to the newest checkpoint; -> what this rank of the run had given to it.
 
         None without any checkpoint. Another number of ranks than before is fine, unless they hold parts of one model.
@@ -135,7 +136,7 @@ class Checkpoints:
         run: dict[str, Any] = told[min(ranks.rank, len(told) - 1)]
         return run
 
-    def _bytes(self, trainer: Trainer, tensors: Mapping[str, Tensor]) -> int:
+    def _bytes(self, trainer: Trainer | SupervisedTrainer, tensors: Mapping[str, Tensor]) -> int:
         """Some size of a whole checkpoint."""
         parts = 1 if trainer.engine.parallel is None else trainer.engine.parallel.size
         moments = self._ranks.size * sum(tensor.nbytes for tensor in tensors.values())

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from ..engine import lora
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError
@@ -36,7 +37,7 @@ from .rewards import Scorer
 from .rollout import Rollout
 from .run_config import AnyData, RunConfig
 from .step_report import StepReport
-from .tasks import SlotsConfig
+from .tasks import TaskConfig
 from .termination import Terminated, Termination
 from .trackers import trackers
 from .trainer import Trainer
@@ -83,6 +84,8 @@ class Run:
         self.engine = Engine(
             config.model.path or embedded_model_path(), config.model.engine, process_group=ranks.tensor
         )
+        if config.model.adapter is not None:
+            lora.load(self.engine, config.model.adapter)
         self.trainer = Trainer(self.engine, trainer_config, ranks)
         self.agent = self._agent()
         reward = Scorer(config.reward.name, timeout=config.reward.timeout, workers=config.reward.workers)
@@ -240,7 +243,7 @@ class Run:
     def _source(self, data: AnyData) -> Source:
         if isinstance(data, DataConfig):
             return FileSource(data, self.engine.tokenizer, self.notice)
-        if isinstance(data, SlotsConfig):
+        if isinstance(data, TaskConfig):
             return data.source()
         raise ConfigError("an oracle's examples are for objective 'sft'; see SupervisedRun")
 

@@ -26,7 +26,7 @@ from .checkpoint import CheckpointConfig
 from .config import AlgorithmConfig
 from .data import DataConfig
 from .optimizer import OptimizerConfig
-from .tasks import OracleConfig, SlotsConfig
+from .tasks import ExamplesConfig, TaskConfig
 from .trainer_config import TrainerConfig
 
 __all__ = [
@@ -44,18 +44,28 @@ __all__ = [
 OBJECTIVES = ("rl", "sft")
 WANDB_MODES = ("online", "offline")
 
-AnyData = DataConfig | SlotsConfig | OracleConfig
+AnyData = DataConfig | TaskConfig | ExamplesConfig
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """path: Hugging Face folder or GGUF file; None is the embedded model. engine: how it is held. lora: adapters to
-    train; None trains all parameters. reference: see TrainerConfig."""
+    """path: Hugging Face folder or GGUF file; None is the embedded model. engine: how it is held. lora: fresh adapters
+    to train; adapter: the PEFT folder of some to train on. Without either all parameters are trained. reference: see
+    TrainerConfig."""
 
     path: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     lora: LoraConfig | None = None
+    adapter: str | None = None
     reference: str = "auto"
+
+    def __post_init__(self) -> None:
+        ok = self.adapter is None or isinstance(self.adapter, str)
+        _require(ok, f"ModelOptions.adapter must be a folder or null, got {self.adapter!r}")
+        _require(
+            self.adapter is None or self.lora is None,
+            f"ModelOptions has lora and adapter={self.adapter!r}; fresh adapters, or those of a folder: leave one out",
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +201,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require_choice("RunConfig", "objective", self.objective, OBJECTIVES)
-        supervised = isinstance(self.data, OracleConfig)
+        supervised = isinstance(self.data, ExamplesConfig)
         _require(
             supervised == (self.objective == "sft"),
             f"objective {self.objective!r} does not go with the data given: 'sft' takes a task with an oracle, as "

@@ -83,6 +83,8 @@ class SupervisedTrainer:
         """config: its algorithm counts for nothing here. Raises ConfigError as Trainer does."""
         self.engine = engine
         self.config = TrainerConfig() if config is None else config
+        if self.config.lora is not None:
+            lora.add(engine, self.config.lora)
         self._kv_dtype = engine.runner.pages[0].key.dtype
         trained = lora.trained_parameters(engine.model)
         if engine.parallel is not None:

@@ -7,52 +7,74 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from ..engine import checkpoint
+import torch
+
+from ..engine import lora, reading_file
 from ..engine.config import AgentConfig
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError
 from ..engine.memory_agent import MemoryAgent
+from .checkpoint import Checkpoints
 from .display import Display
 from .log import RunLog
 from .run_config import RunConfig
 from .supervised import Examples, SupervisedReport, SupervisedTrainer
-from .tasks import OracleConfig
+from .tasks import ExamplesConfig
+from .termination import Termination
 from .trackers import trackers
 
 __all__ = ["SupervisedRun"]
 
 
 class SupervisedRun:
-    """Trains as a RunConfig with objective "sft" says; log.jsonl and the trained model are in config.log.folder.
+    """Trains as a RunConfig with objective "sft" says; all that it writes is in config.log.folder: log.jsonl,
+    checkpoints, and at the end `model`, or `adapter` in bfloat16 with palimpsest.json.
 
     SupervisedRun(load_config("warmup.yaml")).train()
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        """Raises PalimpsestError for whatever cannot work."""
-        if not isinstance(config.data, OracleConfig) or not isinstance(config.agent, AgentConfig):
+    def __init__(self, config: RunConfig, *, resume: bool = False) -> None:
+        """resume: as in Run. Raises PalimpsestError for whatever cannot work."""
+        if not isinstance(config.data, ExamplesConfig) or not isinstance(config.agent, AgentConfig):
             raise ConfigError(
                 "objective 'sft' needs examples, a task with an oracle, as data.task=slots_oracle, and the memory "
                 "agent, whose prompts they stand in"
             )
         self.config = config
         self.folder = Path(config.log.folder)
-        self.log = RunLog(self.folder / "log.jsonl", trackers(config.log, dataclasses.asdict(config)))
-        self.display = Display(config.rollout.steps, 0, config.rollout.problems)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self.termination = Termination()
+        saved = (self.checkpoints.steps or 0) if resume else None
+        told = trackers(config.log, dataclasses.asdict(config))
+        self.log = RunLog(self.folder / "log.jsonl", told, keep_steps=saved)
+        self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems)
         self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
+        if config.model.adapter is not None:
+            lora.load(self.engine, config.model.adapter)
         self.trainer = SupervisedTrainer(self.engine, config.trainer)
         self.examples: Examples = config.data.examples(MemoryAgent(self.engine, config.agent))
+        if resume:
+            self.checkpoints.restore(self.trainer)
 
     def train(self) -> None:
-        """Take all steps, then write the model to the folder `model` of the run."""
-        config = self.config
-        self.log.add("start", 0, {"config": dataclasses.asdict(config), "data": str(config.data)})
-        with closing(self.log), self.display:
-            while self.trainer.steps < config.rollout.steps:
+        """Take the steps that are left, and write the trained weights. Raises Terminated when a signal has ended that,
+        with all saved."""
+        config, trainer = self.config, self.trainer
+        self.log.add("start", trainer.steps, {"config": dataclasses.asdict(config), "data": str(config.data)})
+        with closing(self.log), self.display, self.termination:
+            while trainer.steps < config.rollout.steps:
                 self.step()
-        parameters = dict(self.engine.model.named_parameters())
-        checkpoint.save(self.folder / "model", self.engine.model.config, parameters, self.engine.tokenizer_folder)
+                if not trainer.steps % config.checkpoint.every or self.termination.requested is not None:
+                    self.save()
+                self.termination.check()
+            self.save()
+        self._write()
+
+    def save(self) -> None:
+        """Leave a checkpoint of the steps taken so far, unless there is one."""
+        if self.checkpoints.steps != self.trainer.steps:
+            self.checkpoints.save(self.trainer, {"config": dataclasses.asdict(self.config)})
 
     def step(self) -> SupervisedReport:
         """One step, and its line in the log."""
@@ -65,3 +87,14 @@ class SupervisedRun:
         what = str(report).partition(": ")[2]
         self.display.step(f"step {done + 1} of {self.config.rollout.steps}: {what}")
         return report
+
+    def _write(self) -> None:
+        """The weights, unless a run that was resumed when it had ended finds them there."""
+        model, agent = self.engine.model, self.config.agent
+        assert isinstance(agent, AgentConfig)
+        if not lora.adapters(model):
+            if not (self.folder / "model").exists():
+                self.engine.save(self.folder / "model")
+        elif not (self.folder / "adapter").exists():
+            lora.save(model, self.folder / "adapter", self.engine.model_path, torch.bfloat16)
+            reading_file.write(self.folder / "adapter", agent)

@@ -19,14 +19,13 @@ def run(path: str, changes: Sequence[str], resume: bool, replay: str | None = No
     """Carry out the command; -> exit code: 0, 143 after SIGTERM, 130 after Ctrl-C. Raises PalimpsestError."""
     config = load_config(path, changes)
     with ProcessGroup.start(config.parallel.tensor, config.parallel.timeout) as ranks:
+        run: Run | SupervisedRun
         if config.objective == "sft":
-            if resume or replay or ranks.size * config.parallel.tensor > 1:
-                raise ConfigError(
-                    "objective 'sft' runs in one process, without --resume and --replay; begin anew elsewhere"
-                )
-            SupervisedRun(config).train()
-            return 0
-        run = Run(config, resume=resume, replay=replay, process_group=ranks)
+            if replay or ranks.size * config.parallel.tensor > 1:
+                raise ConfigError("objective 'sft' runs in one process, without --replay; start it without torchrun")
+            run = SupervisedRun(config, resume=resume)
+        else:
+            run = Run(config, resume=resume, replay=replay, process_group=ranks)
         try:
             run.train()
         except Terminated as error:

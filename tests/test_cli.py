@@ -8,8 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from palimpsest.cli import main
-from palimpsest.engine import ask
+from palimpsest.engine import ask, lora, reading_file
+from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
+from palimpsest.engine.engine import Engine
+from palimpsest.engine.lora import LoraConfig
 from palimpsest.engine.reading import TurnEnded
 from palimpsest.tests.tiny_models import make_model_folder
 
@@ -127,6 +131,29 @@ def test_mistakes_end_in_a_message_and_exit_code_2(document, model, capsys, argu
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+
+
+def test_an_adapter_is_merged_and_brings_its_own_defaults(document, model, tmp_path, capsys):
+    engine = Engine(model, EngineConfig(kv_bytes=1 << 20, threads=1))
+    lora.add(engine, LoraConfig(rank=2))
+    with engine.update(), torch.no_grad():
+        for layer in lora.adapters(engine.model).values():
+            layer.lora_B.fill_(0.1)
+    lora.save(engine.model, tmp_path / "adapter")
+    greedy = SamplingParams(temperature=0)
+    reading_file.write(tmp_path / "adapter", AgentConfig(90, 10, 6, "chunk_first", sampling=greedy))
+    options = ["--model", model, "--backend", "reference", "--threads", "1", "--json"]
+    given = ["--memory-tokens", "12", "--final-form", "therefore"]
+    assert main(["ask", document, QUESTION, *options, *given, "--adapter", str(tmp_path / "adapter")]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    config = summary["config"]
+    limits = [config[name] for name in ("chunk_tokens", "memory_tokens", "answer_tokens", "template", "final_form")]
+    assert limits == [90, 12, 6, "chunk_first", "therefore"] and config["sampling"]["temperature"] == 0
+    assert summary["model"]["weights"] != engine.describe()["weights"]
+    lora.merge(plain := Engine(model, EngineConfig(kv_bytes=1 << 20, threads=1)), tmp_path / "adapter")
+    assert summary["model"]["weights"] == plain.describe()["weights"]
+    assert main(["ask", document, QUESTION, *options, "--adapter", str(tmp_path)]) == 2
+    assert "adapter_config.json is absent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def write_block(story: Story, told: Sequence[str], filler: str, rng: random.Rand
             lines.append(line)
             length += len(line) + 1
     rng.shuffle(lines)
-    for place, sentence in zip(sorted((rng.randint(0, len(lines)) for _ in told), reverse=True), reversed(told)):
-        lines.insert(place, sentence)
+    places = sorted(rng.randint(0, len(lines)) for _ in told)
+    for i, (place, sentence) in enumerate(zip(places, told, strict=True)):
+        lines.insert(place + i, sentence)
     return (" " if kind == "prose" else "\n").join(lines) + "\n\n"

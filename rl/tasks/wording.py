@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Statement:
-    """family: what is told, a name from facts.json. subject: of what, the words for each of its parts. value: the news."""
+    """family: a name from facts.json. subject: what it is about, the words for each part. value: what is told of it."""
 
     family: str
     subject: Mapping[str, str]

@@ -11,6 +11,7 @@ from palimpsest.engine import lora
 from palimpsest.engine.config import EngineConfig, SamplingParams
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import CheckpointError, ConfigError
+from palimpsest.engine.layer_stack import LayerStack
 from palimpsest.engine.lora import LoraConfig
 from palimpsest.tests.tiny_models import make_model_folder
 
@@ -103,3 +104,25 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=words):
             lora.load(Engine(folder, SMALL), tmp_path / "two")
         file.write_text(kept)
+
+
+def test_merged_adapters_are_in_the_weights_and_in_nothing_else(folder: Path, tmp_path: Path) -> None:
+    engine, merged = Engine(folder, SMALL), Engine(folder, SMALL)
+    lora.add(engine, LoraConfig(rank=4, alpha=6.0, targets=("v_proj", "up_proj")))
+    shake(engine)
+    lora.save(engine.model, tmp_path / "adapter")
+    lora.merge(merged, tmp_path / "adapter")
+    assert not lora.adapters(merged.model) and merged.weights_version > 0
+    assert LayerStack.fits(merged.model, merged.runner.pages) and not LayerStack.fits(engine.model, engine.runner.pages)
+    for name, layer in lora.adapters(engine.model).items():
+        exact = layer.weight.double() + 1.5 * (layer.lora_B.double() @ layer.lora_A.double())
+        assert torch.equal(merged.model.get_parameter(f"{name}.weight"), exact.float())
+    for (ids, logprobs), (own_ids, own) in zip(responses(engine), responses(merged), strict=True):
+        assert ids == own_ids and own == pytest.approx(logprobs, abs=1e-4)
+    lora.save(engine.model, tmp_path / "half", dtype=torch.bfloat16)
+    lora.merge(Engine(folder, SMALL), tmp_path / "half")
+    quantised = Engine(folder, EngineConfig(kv_bytes=1 << 20, threads=1, weights="int8"))
+    with pytest.raises(ConfigError, match="weights='int8'"):
+        lora.merge(quantised, tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="already"):
+        lora.merge(engine, tmp_path / "adapter")
