@@ -1,4 +1,4 @@
-"""The facts task: documents from (seed, index), what they tell and how often, what is held out, what the oracle says."""
+"""The facts task: documents from (seed, index), what they tell and how often, what is held out, its oracle."""
 
 from __future__ import annotations
 
