@@ -2,6 +2,7 @@
 #   PYTHON       the interpreter to start from (>= 3.11)
 #   BENCH        options of the benchmarks, for instance BENCH="--peers FOLDER"
 #   SEED, PROOF  of `make proof`: its seed, and other options, for instance PROOF="--documents 32 --longest 64K"
+#   EMBEDDED     options of `make embedded`, for instance EMBEDDED="--stop-after warmup --longest 4K"
 #   TORCH_INDEX  a package index for torch alone, for instance one that serves the smaller CPU-only wheel
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 
-.PHONY: demo test test-slow bench proof lint build clean
+.PHONY: demo test test-slow bench proof embedded lint build clean
 
 demo: $(BUILT)
 	$(DEMO)
@@ -34,6 +35,9 @@ bench: $(BUILT)
 
 proof: $(BUILT)
 	.venv/bin/python examples/slots/proof.py $(if $(SEED),--seed $(SEED)) $(PROOF)
+
+embedded: $(BUILT)
+	.venv/bin/python examples/embedded/embedded.py $(EMBEDDED)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

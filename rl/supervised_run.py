@@ -47,7 +47,9 @@ class SupervisedRun:
         self.termination = Termination()
         saved = self.checkpoints.steps if resume else None
         told = trackers(config.log, dataclasses.asdict(config))
-        self.log = RunLog(self.folder / "log.jsonl", told, keep_steps=(-1 if saved is None else saved) if resume else None)
+        self.log = RunLog(
+            self.folder / "log.jsonl", told, keep_steps=(-1 if saved is None else saved) if resume else None
+        )
         self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems)
         self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
         if config.model.adapter is not None:

@@ -1,0 +1,96 @@
+"""Make the embedded model a memory agent: warm-up, learning, accuracy; `python examples/embedded/embedded.py`.
+
+What is done already is not done again, and a run that was stopped goes on. The adapters are in run/embedded, figures in
+results.json there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from palimpsest.engine import lora, reading_file
+from palimpsest.engine.config import AgentConfig, SamplingParams
+from palimpsest.engine.defaults import embedded_model_path
+from palimpsest.engine.engine import Engine
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "run" / "embedded"
+
+# What of warmup.yaml is other at first: one fact in short chunks teaches the form.
+FIRST = {"data.variants": ["one_fact"], "data.blocks": [1, 3], "optimizer.schedule": "constant"}
+FIRST |= {"optimizer.total_steps": None, "rollout.steps": 150}
+LENGTHS = {"1K": 64, "4K": 64, "16K": 32, "64K": 24, "256K": 4}  # documents of each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, help="at most so many of each length")
+    parser.add_argument("--longest", choices=tuple(LENGTHS), default="256K", help="leave longer documents out")
+    parser.add_argument("--stop-after", choices=("warmup", "rl"), default="rl", help="what is trained (%(default)s)")
+    args = parser.parse_args()
+    adapters: dict[str, Path | None] = {"base": None, "warmup": warm_up()}
+    if args.stop_after == "rl":
+        adapters["rl"] = reinforce()
+    names = list(LENGTHS)[: list(LENGTHS).index(args.longest) + 1]
+    documents = {name: min(LENGTHS[name], args.documents or LENGTHS[name]) for name in names}
+    rows = [row for name, adapter in adapters.items() for row in measure(name, adapter, documents)]
+    (FOLDER / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def palimpsest(*words: object) -> str:
+    """Run a command of the package; -> what it printed."""
+    command = [sys.executable, "-m", "palimpsest", *map(str, words)]
+    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+
+
+def train(config: str, **changes: Any) -> None:
+    settings = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    palimpsest("train", HERE / config, *settings, "--resume")
+
+
+def warm_up() -> Path:
+    """-> the adapter after both stages."""
+    first = FOLDER / "form"
+    train("warmup.yaml", **FIRST, **{"log.folder": str(first)})
+    last = FOLDER / "warmup"
+    train("warmup.yaml", **{"model.lora": None, "model.adapter": str(first / "adapter"), "log.folder": str(last)})
+    return last / "adapter"
+
+
+def reinforce() -> Path:
+    """-> the adapter after the last step, in bfloat16, with palimpsest.json."""
+    train("rl.yaml", **{"model.adapter": str(FOLDER / "warmup" / "adapter"), "log.folder": str(FOLDER / "rl")})
+    place = FOLDER / "adapter"
+    if not place.exists():
+        newest = max((FOLDER / "rl" / "checkpoints").glob("step-*"))
+        engine = Engine(embedded_model_path())
+        lora.load(engine, newest / "adapter")
+        lora.save(engine.model, place, embedded_model_path().name, dtype=torch.bfloat16)
+        reading_file.write(place, AgentConfig(512, 96, 24, sampling=SamplingParams(temperature=0.0)))
+    return place
+
+
+def measure(name: str, adapter: Path | None, documents: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """A row of results for each length and kind of question, on words and sentences that are held out."""
+    for length, count in documents.items():
+        for variant in ("one_fact", "two_hop", "last_value"):
+            if length in ("64K", "256K") and (variant != "one_fact" or name == "base"):
+                continue
+            words = ["bench", "reading_accuracy", HERE / "rl.yaml", "--lengths", length, "--documents", count]
+            words += ["--set", f"data.variant={variant}", "--set", "data.split=held_out"]
+            words += ["--set", "model.adapter=null"] if adapter is None else ["--adapter", adapter]
+            output = FOLDER / "accuracy" / f"{name}-{variant}.jsonl"
+            [row] = json.loads(palimpsest(*words, "--output", output).splitlines()[-1])["rows"]
+            yield {"model": name, "variant": variant, **row}
+
+
+if __name__ == "__main__":
+    main()
