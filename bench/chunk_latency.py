@@ -17,9 +17,8 @@ from .clock import Sample
 from .costs import Cost, prefill_cost
 from .endurance import endurance
 from .group import Group
-from .limits import Probe
 from .options import Options
-from .ours import VARIANTS, Ours
+from .ours import EXACT, VARIANTS, Ours
 from .peers import Peer
 from .readings import ForcedReading
 from .report import Report, Target, describe_machine, row
@@ -54,6 +53,7 @@ class Work:
 
 WORKS = (Work(256, 1000, (100, 95, 80, 50, 0)), Work(256, 5000), Work(1024, 1000), Work(1024, 5000))
 QUICK = Work(32, 128)
+GPU, TINY = Work(1024, 5000, (100, 80, 0)), Work(6, 12, (100,))  # only their turns, by exact kernels
 OPEN = Work(256, 1000)
 FIRST_TOKEN_WORK = Work(1024, 5000)
 READINGS = {  # row -> words, percent right, drafts, open prompts
@@ -75,6 +75,7 @@ TURNS = 700
 ROOM = 400  # of a prompt beside memory, chunk and response
 
 ONE_PASS, SURPRISED, SETTLED = 1 / 1.10, 1 / 1.12, 1 / 1.03
+GPU_ONE_PASS = 1 / 1.15
 CEILING = {100: 0.90, 80: 0.75}
 FIRST_TOKEN = 1 / 0.93
 GROUP_SPEED = GROUP_BYTES = 3.0
@@ -91,22 +92,27 @@ def run(chosen: Options) -> Report:
     """Measure every part; raises PalimpsestError for a model or folder of peers that cannot be used."""
     if chosen.profile:
         raise ConfigError("chunk_latency takes no --profile; `palimpsest bench decode --profile` shows a step")
-    works, opened = ((QUICK,), QUICK) if chosen.quick else (WORKS, OPEN)
+    works, opened = {"full": (WORKS, OPEN), "quick": ((QUICK,), QUICK), "gpu": ((GPU,), GPU), "tiny": ((TINY,), TINY)}[
+        chosen.scale
+    ]
     ours = Ours(
         chosen.model_path,
-        VARIANTS["float32"],
-        sequences=len(READINGS) if chosen.quick else GROUP + 1,
+        EXACT if chosen.by_triton else VARIANTS["float32"],
+        sequences=GROUP + 1 if chosen.scale == "full" else len(READINGS),
         longest=ROOM + max(work.chunk + 2 * work.memory for work in (*works, opened)),
         threads=chosen.threads,
         drafts=True,
+        backend=chosen.backend,
     )
-    probe = Probe()
+    probe = chosen.probe()
     rows, targets = run_sections(_sections(Stage(ours, chosen.rounds, probe), chosen, works, opened), chosen)
     return Report("chunk_latency", describe_machine(probe.isa, probe.best), rows, targets)
 
 
 def _sections(stage: Stage, chosen: Options, works: Sequence[Work], opened: Work) -> list[Section]:
     turns = [Section(f"turn{work.name}", (*work.ways, "first_0"), partial(_turns, stage, work)) for work in works]
+    if chosen.by_triton:
+        return turns
     read = Section(f"read{opened.name}", (*READINGS, "one_pass"), partial(_readings, stage, opened))
     if chosen.quick:
         return [*turns, read]
@@ -137,9 +143,10 @@ def _turns(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
         "first_0": ("drafts, first 0 % right", turns.surprised),
     }
     found = stage.alternate(f"turn{work.memory}", work.chunk, turns.computed, ways, wanted)
-    prefix = f"turn{work.name}.float32"
+    variant = stage.ours.variant
+    prefix = f"turn{work.name}.{variant.dtype}"
     targets = [
-        *compare(f"{prefix}.one_pass_over_100", found, "100", "one_pass", ONE_PASS),
+        *compare(f"{prefix}.one_pass_over_100", found, "100", "one_pass", GPU_ONE_PASS if variant.exact else ONE_PASS),
         *compare(f"{prefix}.off_over_first_0", found, "first_0", "off", SURPRISED),
         *compare(f"{prefix}.off_over_later_0", found, "0", "off", SETTLED),
     ]

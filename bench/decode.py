@@ -9,10 +9,9 @@ from ..engine.model_config import ModelConfig
 from . import options
 from .breakdown import explain, ways
 from .costs import Cost, decode_cost
-from .limits import Probe
 from .memory import resident
 from .options import Options
-from .ours import VARIANTS, Ours, Variant
+from .ours import EXACT, VARIANTS, Ours, Variant
 from .peers import Peer, PeerSpec
 from .report import Report, Target, describe_machine, row
 from .rounds import Entry, Measured, alternate, best, ratio
@@ -22,7 +21,7 @@ __all__ = ["main", "run"]
 
 @dataclass(frozen=True)
 class Work:
-    """`steps` tokens for each of `batch` sequences behind `context` tokens, with weights of `dtypes`."""
+    """`steps` tokens for each of `batch` sequences behind `context` tokens, by the engines that `dtypes` names."""
 
     batch: int
     context: int
@@ -64,11 +63,20 @@ class Rival:
 
 
 DTYPES = tuple(VARIANTS)
-WORKS = (
-    *(Work(1, context, 24, DTYPES) for context in (100, 2048, 6144)),
-    *(Work(batch, 1000, 12, ("float32",)) for batch in (8, 16)),
-)
-QUICK = (Work(1, 100, 12, DTYPES),)
+KINDS = VARIANTS | {"exact": EXACT}
+BY_TRITON = ("bfloat16", "exact")
+WORKS = {
+    "full": (
+        *(Work(1, context, 24, DTYPES) for context in (100, 2048, 6144)),
+        *(Work(batch, 1000, 12, ("float32",)) for batch in (8, 16)),
+    ),
+    "quick": (Work(1, 100, 12, DTYPES),),
+    "gpu": (
+        *(Work(batch, 6144, 24, BY_TRITON) for batch in (1, 8)),
+        *(Work(batch, 6144, 24, BY_TRITON[:1]) for batch in (32, 128)),
+    ),
+    "tiny": (Work(1, 20, 2, BY_TRITON), Work(2, 20, 1, BY_TRITON[:1])),
+}
 MEMORY_CONTEXT = 2048
 MEMORY = tuple(map(Memory, DTYPES))
 SHARES = {"float32": 0.85, "bfloat16": 0.85, "int8": 0.70, "int4": 0.50}
@@ -77,6 +85,7 @@ RIVALS = {
     "int8": Rival("llama.cpp", "q8_0", 1.2),
     "int4": Rival("llama.cpp", "q4_0", 1.2),
 }
+EXACT_SPEED = 1 / 1.15  # of exact kernels, on a GPU
 BFLOAT16_GAIN = 1.7
 BATCH_GAIN = 1.3
 
@@ -88,12 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure every work; raises PalimpsestError for a model or folder of peers that cannot be used."""
-    everything: tuple[Work | Memory, ...] = QUICK if chosen.quick else (*WORKS, *MEMORY)
+    everything: tuple[Work | Memory, ...] = (*WORKS[chosen.scale], *(MEMORY if chosen.scale == "full" else ()))
     picked = chosen.choose(everything)
     works = [work for work in picked if isinstance(work, Work)]
-    dtypes = [dtype for dtype in DTYPES if any(dtype in work.dtypes for work in works)]
-    engines = {dtype: _engine(chosen.model_path, dtype, works, chosen.threads) for dtype in dtypes}
-    probe = Probe()
+    dtypes = [dtype for dtype in KINDS if any(dtype in work.dtypes for work in works)]
+    engines = {dtype: _engine(chosen, dtype, works) for dtype in dtypes}
+    probe = chosen.probe()
     rows, targets = [], []
     with chosen.start_peers() as peers:
         for work in works:
@@ -101,7 +110,10 @@ def run(chosen: Options) -> Report:
             ours = [engines[dtype] for dtype in work.dtypes]
             measured = alternate(_entries(work, ours, able), chosen.rounds, probe)
             rows += [row(one) for one in measured]
-            targets += _targets(work, measured[: len(ours)], measured[len(ours) :])
+            if chosen.by_triton:
+                targets += _gpu_targets(work, *measured[: len(ours)])
+            else:
+                targets += _targets(work, measured[: len(ours)], measured[len(ours) :])
             if chosen.profile:
                 for engine in ours:
                     _profile(engine, work)
@@ -111,11 +123,14 @@ def run(chosen: Options) -> Report:
     return Report("decode", describe_machine(probe.isa, probe.best), rows, targets)
 
 
-def _engine(model: str, dtype: str, works: Sequence[Work], threads: int) -> Ours:
+def _engine(chosen: Options, dtype: str, works: Sequence[Work]) -> Ours:
     mine = [work for work in works if dtype in work.dtypes]
     # One sequence more than run at once: the pool then never has to give up a prompt that is wanted again.
     sequences, longest = max(work.batch for work in mine) + 1, max(work.longest for work in mine)
-    return Ours(model, VARIANTS[dtype], sequences=sequences, longest=longest, threads=threads)
+    return Ours(
+        chosen.model_path, KINDS[dtype], sequences=sequences, longest=longest, threads=chosen.threads,
+        backend=chosen.backend,
+    )  # fmt: skip
 
 
 def _entries(work: Work, ours: Sequence[Ours], peers: Sequence[Peer]) -> list[Entry]:
@@ -158,6 +173,12 @@ def _targets(work: Work, ours: Sequence[Measured], others: Sequence[Measured]) -
         targets.append(Target(f"{prefix}.{dtype}.vs_{label}", _ratio(by_dtype[dtype], best(theirs)), rival.gain))
     gain = _ratio(by_dtype["bfloat16"], by_dtype["float32"])
     return [*targets, Target(f"{prefix}.bfloat16.vs_float32", gain, BFLOAT16_GAIN)]
+
+
+def _gpu_targets(work: Work, fast: Measured, exact: Measured | None = None) -> list[Target]:
+    name = f"{work.full_name}.bfloat16"
+    targets = [Target(f"{name}.share", fast.share, SHARES["bfloat16"])]
+    return targets if exact is None else [*targets, Target(f"{name}.exact_vs_fast", ratio(exact, fast), EXACT_SPEED)]
 
 
 def _memory_target(model: str, dtype: str, threads: int) -> Target:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..engine.errors import ConfigError
 from .ours import VARIANTS, Ours
 
@@ -53,8 +55,16 @@ def resident(model: str, dtype: str, context: int, threads: int) -> Resident:
     return Resident(_peak(bare), used, weights, kv)
 
 
-def grown(work: Callable[[], object]) -> int:
-    """Bytes by which this process's resident memory rises at most while it does `work`. Linux only (ConfigError)."""
+def grown(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes by which torch's memory on a GPU, or this process's resident memory, rises at most while it does `work`.
+
+    Resident memory on Linux only (ConfigError).
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - held
     status = Path("/proc/self/status")
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
+
+from ..engine.config import BACKENDS
 from ..engine.defaults import embedded_model_path
 from ..engine.errors import ConfigError, PalimpsestError
+from .device import DeviceProbe
+from .limits import Probe, Prober
 from .peers import Peer, running
 from .random_model import RANDOM_MODELS, random_model
 from .report import Report
@@ -35,7 +40,8 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Options:
     """model: folder or GGUF file, None for the embedded one. works: names or heads of names, as in the targets; empty
-    for all. threads: CPU threads, of ours and of the peers.
+    for all. threads: CPU threads, of ours and of the peers. backend: EngineConfig.backend. tiny: works for Triton's
+    kernels so small that its interpreter can run them.
     """
 
     model: str | None
@@ -45,10 +51,34 @@ class Options:
     threads: int
     rounds: int
     profile: bool
+    backend: str = "auto"
+    tiny: bool = False
 
     @property
     def model_path(self) -> str:
         return str(embedded_model_path()) if self.model is None else self.model
+
+    @property
+    def by_triton(self) -> bool:
+        """Whether Triton's kernels run: on a GPU or, under the interpreter, as if on one."""
+        return self.backend == "triton" or (self.backend == "auto" and torch.cuda.is_available())
+
+    @property
+    def scale(self) -> str:
+        """Which works there are: "full" or "quick" on a CPU, "gpu" or "tiny" by Triton. Raises ConfigError for both."""
+        if self.by_triton and self.quick:
+            raise ConfigError("--quick has works for a CPU; for Triton's kernels say --tiny, or nothing for a GPU")
+        if self.tiny and not self.by_triton:
+            raise ConfigError("--tiny has works for Triton's kernels; add --backend triton")
+        if self.by_triton:
+            return "tiny" if self.tiny else "gpu"
+        return "quick" if self.quick else "full"
+
+    def probe(self) -> Prober:
+        """Measures the limits of what runs the works."""
+        if not self.by_triton:
+            return Probe()
+        return DeviceProbe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def choose(self, works: Iterable[Named]) -> list[Named]:
         """Those of `works` that are to be measured. Raises ConfigError for a name that none of them has."""
@@ -100,8 +130,6 @@ def _model(name: str | None, peers: Path | None) -> AbstractContextManager[str |
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    import torch
-
     parser = argparse.ArgumentParser(
         prog=f"palimpsest bench {name}",
         description=f"Measure {name} beside the machine's limit and other engines; the last line is JSON.",
@@ -123,4 +151,6 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--threads", type=int, metavar="N", default=torch.get_num_threads(), help="CPU threads (%(default)s)")
     add("--rounds", type=int, metavar="N", default=ROUNDS, help="of which medians are taken (%(default)s)")
     add("--profile", action="store_true", help="also show where the time goes, op by op")
+    add("--backend", choices=BACKENDS, default="auto", help="of ours, as in EngineConfig (%(default)s)")
+    add("--tiny", action="store_true", help="with --backend triton: so small that Triton's interpreter can run it")
     return parser

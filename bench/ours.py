@@ -13,21 +13,23 @@ from ..engine.engine import Engine
 from ..engine.model import Linear
 from ..engine.model_config import ModelConfig
 from .clock import Sample, timed
+from .device import synchronize
 
-__all__ = ["VARIANTS", "Ours", "Variant", "tokens"]
+__all__ = ["EXACT", "VARIANTS", "Ours", "Variant", "tokens"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to hold weights and KV. dtype: as in WEIGHT_BITS. weights: EngineConfig.weights."""
+    """A way to hold weights and KV. dtype: as in WEIGHT_BITS. weights, exact: of EngineConfig."""
 
     dtype: str
     kv_dtype: str
     weights: str = "native"
+    exact: bool = False
 
     @property
     def engine(self) -> str:
-        return f"palimpsest, kv {self.kv_dtype}"
+        return f"palimpsest, kv {self.kv_dtype}{', exact' if self.exact else ''}"
 
 
 VARIANTS = {
@@ -36,15 +38,18 @@ VARIANTS = {
     "int8": Variant("int8", "bfloat16", "int8"),
     "int4": Variant("int4", "bfloat16", "int4"),
 }
+EXACT = Variant("bfloat16", "bfloat16", exact=True)  # on a GPU, where it costs something
 
 
 class Ours:
     """One engine of one variant, with room for `sequences` sequences of `longest` tokens."""
 
     def __init__(
-        self, model: str, variant: Variant, *, sequences: int, longest: int, threads: int, drafts: bool = False
-    ) -> None:
+        self, model: str, variant: Variant, *, sequences: int, longest: int, threads: int, drafts: bool = False,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
         """drafts: whether responses are drafted; where engines are compared token by token they are not.
+        backend: EngineConfig.backend.
 
         Raises CheckpointError or ConfigError when the model or the variant cannot be run."""
         config = EngineConfig(
@@ -56,6 +61,8 @@ class Ours:
             max_sequences=sequences,
             threads=threads,
             drafts=drafts,
+            backend=backend,
+            exact=variant.exact,
         )
         self.variant = variant
         self.engine = Engine(model, config)
@@ -103,7 +110,8 @@ class Ours:
         generator = torch.Generator().manual_seed(seed)
         layers = [module for module in self.engine.model.model.modules() if isinstance(module, Linear)]
         sizes = {layer.weight.shape[1] for layer in layers}
-        inputs = {size: torch.randn(rows, size, generator=generator) for size in sizes}
+        device = self.engine.runner.device
+        inputs = {size: torch.randn(rows, size, generator=generator).to(device) for size in sizes}
         pieces = range(0, rows, self.engine.config.max_step_tokens)
 
         @torch.inference_mode()
@@ -111,6 +119,7 @@ class Ours:
             for start in pieces:
                 for layer in layers:
                     layer(inputs[layer.weight.shape[1]][start : start + self.engine.config.max_step_tokens])
+            synchronize(device)
 
         return timed(run)
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from . import options
 from .breakdown import explain, ways
 from .costs import linear_cost, prefill_cost
-from .limits import Probe
 from .options import Options
-from .ours import VARIANTS, Ours
+from .ours import EXACT, VARIANTS, Ours
 from .peers import Peer
 from .report import Report, Target, describe_machine, row
 from .rounds import Entry, Measured, alternate, best, ratio
@@ -18,9 +17,11 @@ from .rounds import Entry, Measured, alternate, best, ratio
 __all__ = ["main", "run"]
 
 # Tokens of the prompt -> what whole prefill should reach of the best peer's speed.
-LENGTHS = {512: 1.25, 2048: 1.0, 6144: 1.1}
-QUICK = (512,)
+GAINS = {512: 1.25, 2048: 1.0, 6144: 1.1}
+LENGTHS = {"full": tuple(GAINS), "quick": (512,), "gpu": (2048, 6144), "tiny": (24,)}
 LINEAR_SHARE = 0.85
+GPU_SHARE = 0.70
+EXACT_SPEED = 1 / 1.15  # of prefill by exact kernels
 ROOM = 16  # the window needs a place for the response
 SEED = 1000
 
@@ -43,36 +44,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(chosen: Options) -> Report:
     """Measure every length; raises PalimpsestError for a model or folder of peers that cannot be used."""
-    works = chosen.choose(map(Work, QUICK if chosen.quick else LENGTHS))
+    works = chosen.choose(map(Work, LENGTHS[chosen.scale]))
     lengths = [work.length for work in works]
-    ours = Ours(
-        chosen.model_path, VARIANTS["float32"], sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads
-    )
-    probe = Probe()
+    variants = (VARIANTS["bfloat16"], EXACT) if chosen.by_triton else (VARIANTS["float32"],)
+    engines = [
+        Ours(
+            chosen.model_path, variant, sequences=1, longest=max(lengths) + ROOM, threads=chosen.threads,
+            backend=chosen.backend,
+        )
+        for variant in variants
+    ]  # fmt: skip
+    probe = chosen.probe()
     rows, targets = [], []
     with chosen.start_peers() as peers:
         for length in lengths:
             able = [peer for peer in peers if peer.spec.dtype == "float32" and peer.spec.can_hold(length)]
-            linear, whole, *others = alternate(_entries(ours, able, length), chosen.rounds, probe)
+            linear, whole, *others = alternate(_entries(engines, able, length), chosen.rounds, probe)
             rows += [row(one) for one in (linear, whole, *others)]
-            targets += _targets(length, linear, whole, others)
+            targets += (
+                _gpu_targets(length, whole, *others) if chosen.by_triton else _targets(length, linear, whole, others)
+            )
             if chosen.profile:
-                _profile(ours, length)
+                _profile(engines[0], length)
     return Report("prefill", describe_machine(probe.isa, probe.best), rows, targets)
 
 
-def _entries(ours: Ours, peers: Sequence[Peer], length: int) -> list[Entry]:
-    """Ours first: the linear layers alone, then the whole; each round has a prompt of its own."""
-    config = ours.model_config
-    linear = linear_cost(config, length)
-    whole = prefill_cost(config, length)
+def _entries(engines: Sequence[Ours], peers: Sequence[Peer], length: int) -> list[Entry]:
+    """Ours first: the first one's linear layers alone, then the whole; each round has a prompt of its own."""
+    first = engines[0]
+    dtype, config = first.variant.dtype, first.model_config
+    linear = linear_cost(config, length, dtype)
+    whole = prefill_cost(config, length, dtype)
 
     def entry(engine: str, peer: Ours | Peer) -> Entry:
-        return Entry(engine, "prefill", "float32", length, 1, length, whole, lambda n: peer.prefill(length, SEED + n))
+        return Entry(engine, "prefill", dtype, length, 1, length, whole, lambda n: peer.prefill(length, SEED + n))
 
-    engine = ours.variant.engine
-    alone = Entry(engine, "linear", "float32", length, 1, length, linear, lambda n: ours.linear(length, SEED + n))
-    return [alone, entry(engine, ours), *(entry(peer.spec.label, peer) for peer in peers)]
+    name = first.variant.engine
+    alone = Entry(name, "linear", dtype, length, 1, length, linear, lambda n: first.linear(length, SEED + n))
+    ours = [entry(one.variant.engine, one) for one in engines]
+    return [alone, *ours, *(entry(peer.spec.label, peer) for peer in peers)]
 
 
 def _targets(length: int, linear: Measured, whole: Measured, others: Sequence[Measured]) -> list[Target]:
@@ -80,7 +90,15 @@ def _targets(length: int, linear: Measured, whole: Measured, others: Sequence[Me
     faster = None if rival is None else ratio(whole, rival)
     return [
         Target(f"linear.{length}.float32.share", linear.share, LINEAR_SHARE),
-        Target(f"prefill.{length}.float32.vs_best_peer", faster, LENGTHS[length]),
+        Target(f"prefill.{length}.float32.vs_best_peer", faster, GAINS[length]),
+    ]
+
+
+def _gpu_targets(length: int, whole: Measured, exact: Measured) -> list[Target]:
+    name = f"prefill.{length}.bfloat16"
+    return [
+        Target(f"{name}.share", whole.share, GPU_SHARE),
+        Target(f"{name}.exact_vs_fast", ratio(exact, whole), EXACT_SPEED),
     ]
 
 

@@ -71,9 +71,10 @@ class Stage:
 
         The limit of each is one pass over the `tokens` that no way can do without, behind the head.
         """
-        cost = prefill_cost(self.ours.model_config, tokens)
+        dtype = self.ours.variant.dtype
+        cost = prefill_cost(self.ours.model_config, tokens, dtype)
         entries = {
-            name: Entry(words, work, "float32", context, 1, tokens, cost, lambda _, way=way: way())  # type: ignore[misc]
+            name: Entry(words, work, dtype, context, 1, tokens, cost, lambda _, way=way: way())  # type: ignore[misc]
             for name, (words, way) in ways.items()
             if name in wanted
         }

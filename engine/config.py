@@ -23,7 +23,7 @@ V = TypeVar("V")
 DTYPES = ("float32", "bfloat16", "float64")
 KV_DTYPES = (*DTYPES, "int8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
-ATTENTION = ("auto", "triton", "cuda")
+ATTENTION = ("auto", "triton", "cuda", "flashinfer")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
 WEIGHTS = ("native", *QUANTISED, "file")
 MEMORY_KV = ("exact", "carried")
@@ -107,8 +107,8 @@ class EngineConfig:
     of each head to 8 bits with a float32 scale of its own, and is for inference only.
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
     "triton" those of an NVIDIA GPU (for now without quantised weights and int8 KV), or an error.
-    attention: on a GPU, the kernels of attention: "triton", "cuda" (C++ for single rows, which must be built), or
-    "auto", the fastest that are there.
+    attention: on a GPU, the kernels of attention: "triton", "cuda" (C++ for single rows, which must be built),
+    "flashinfer" (the package, with bfloat16 KV, for inference), or "auto", "cuda" where it can run and else "triton".
     exact: on a GPU, only kernels in which a row's bits do not depend on what else is computed at the same time, so that
     drafts, batches and cut prompts change nothing. The CPU kernels are always so.
     page_size: token slots per page.

@@ -124,7 +124,7 @@ def select(
     """
     cpu_only = torch.device("cpu")
     if backend == "triton" or (backend == "auto" and torch.cuda.is_available()):
-        return _triton(parameters, pages, attention, exact)
+        return _triton(parameters, pages, head_dim, attention, exact)
     if attention != "auto":
         raise ConfigError(
             f"attention={attention!r} chooses kernels of a GPU, and this engine has none; leave it 'auto'"
@@ -143,7 +143,7 @@ def select(
     return _Selected("cpu", functions, cpu_backward, cpu_only, exact=True)  # type: ignore[return-value]
 
 
-def _triton(parameters: torch.dtype, pages: torch.dtype, attention: str, exact: bool) -> Ops:
+def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, attention: str, exact: bool) -> Ops:
     try:
         from . import triton_backward, triton_ops
     except ImportError as error:
@@ -160,5 +160,15 @@ def _triton(parameters: torch.dtype, pages: torch.dtype, attention: str, exact: 
     for what, dtype in (("parameters", parameters), ("KV pages", pages)):
         if dtype not in triton_ops.DTYPES:
             raise ConfigError(f"backend='triton' takes float32 and bfloat16 {what}, not {dtype}; choose one of them")
-    functions = Differentiable(triton_ops.TritonKernels(attention, exact=exact), triton_backward)
+    flash = None
+    if attention == "flashinfer":
+        if exact:
+            raise ConfigError(
+                "attention='flashinfer' gives a row other bits in other company, which exact=True rules out; use "
+                "attention='triton', or exact=False"
+            )
+        from .flashinfer import FlashInfer
+
+        flash = FlashInfer(pages, head_dim, device)
+    functions = Differentiable(triton_ops.TritonKernels(attention, exact=exact, flash=flash), triton_backward)
     return _Selected("triton", functions, triton_backward, device, exact=exact)  # type: ignore[return-value]

@@ -21,6 +21,7 @@ from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .draw import Draw, Drawn
+    from .flashinfer import FlashInfer
     from .ops import Spans
     from .packed_weight import PackedWeight
 
@@ -44,9 +45,12 @@ class TritonKernels:
     exact: only kernels in which a row's bits depend on nothing but the row, whatever else is in its step.
     """
 
-    def __init__(self, attention_kernels: str = "auto", *, exact: bool = False) -> None:
+    def __init__(
+        self, attention_kernels: str = "auto", *, exact: bool = False, flash: FlashInfer | None = None
+    ) -> None:
         """attention_kernels: "triton", "cuda" (csrc/cuda for single rows, Triton for the rest), or "auto".
 
+        flash: attends in place of these where no gradient is wanted.
         Raises ConfigError when "cuda" cannot run here, or contradicts `exact`.
         """
         reason = cuda.unavailable()
@@ -58,6 +62,7 @@ class TritonKernels:
                 "attention='triton', or exact=False"
             )
         self.exact = exact
+        self._flash = flash
         self._few_rows_by_cuda = reason is None and not exact
         self._decode_by_cuda = self._few_rows_by_cuda and attention_kernels != "triton"
 
@@ -88,6 +93,8 @@ class TritonKernels:
     ) -> Tensor:  # fmt: skip
         """See ops.Ops.attend."""
         self.write_kv(key, value, key_pages, value_pages, slots)
+        if self._flash is not None:
+            return self._flash(query, key_pages, value_pages, spans, scale)
         few_rows = len(query) < FEW_ROWS * len(spans.kv_length)
         if self._decode_by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length)):
             return _decode(query, key_pages, value_pages, spans, scale)
