@@ -15,7 +15,7 @@ from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import ConfigError
 from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.tasks import wording
-from palimpsest.rl.tasks.facts import BLOCK, NOTHING, VARIANTS, FactsConfig, FactsDocument, Story
+from palimpsest.rl.tasks.facts import BLOCK, NOTHING, VARIANTS, FactsConfig, FactsDocument, Story, write_block
 from palimpsest.rl.tasks.facts_oracle import FactsOracle, FactsOracleConfig
 from palimpsest.rl.tasks.wording import FILLERS, SPLITS, Wording
 from palimpsest.tests.tiny_models import make_model_folder
@@ -85,6 +85,14 @@ def test_others_share_names_with_what_is_asked_for_but_never_tell_it() -> None:
         assert not any(story.answer.casefold() in sentence.casefold() for sentence in others)
         near += sum(any(words in sentence for words in story.asked.subject.values()) for sentence in others)
     assert 150 < near < 550
+
+
+def test_what_is_reserved_stands_in_no_filler() -> None:
+    rng = random.Random(1)
+    story = Story(Wording("train"), "one_fact", rng)
+    text = "".join(write_block(story, [], "prose", rng) for _ in range(40))
+    story.reserved = ("the ",)  # far more common than any value
+    assert "the " in text and "the " not in "".join(write_block(story, [], "prose", rng) for _ in range(40)).casefold()
 
 
 def test_a_two_hop_question_names_nobody() -> None:
