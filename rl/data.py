@@ -63,6 +63,10 @@ class DataConfig:
         ok = isinstance(paths, (list, tuple)) and paths and all(isinstance(path, str) for path in paths)
         _require(bool(ok), f"{owner}.path must be a file's path or a list of them, got {self.path!r}")
         object.__setattr__(self, "path", tuple(paths))
+        twice = sorted(path for path, count in Counter(self.path).items() if count > 1)
+        _require(
+            not twice, f"{owner}.path names {' and '.join(twice)} twice, whose rows would count twice; name it once"
+        )
         for name in ("question", "answers", "id", "extra"):
             value = getattr(self, name)
             _require(isinstance(value, str), f"{owner}.{name} must be a column's name, got {value!r}")
@@ -172,14 +176,12 @@ class FileSource:
         for text in (question, document or "", *answers):
             if not _is_unicode(text):
                 return BadRow("half a character", "a surrogate without its other half, as \\ud83d in JSON")
-        extra = _value(row, config.extra)
-        return Problem(
-            document or "",
-            question,
-            answers,
-            self._id(_value(row, config.id), file, number),
-            extra if isinstance(extra, Mapping) else {},
-        )
+        extra, name = _value(row, config.extra), _value(row, config.id)
+        if not (extra is None or isinstance(extra, Mapping)):
+            return BadRow(f"a {config.extra} that is no mapping", f"{extra!r:.60}")
+        if not (name is None or isinstance(name, (str, int))):
+            return BadRow(f"a {config.id} that is neither text nor a whole number", f"{name!r:.60}")
+        return Problem(document or "", question, answers, self._id(name, file, number), extra or {})
 
     def _columns(self) -> dict[str, str]:
         """Those that a row must have."""
@@ -187,9 +189,9 @@ class FileSource:
         columns = {"question": config.question, "answers": config.answers}
         return columns if config.document is None else {**columns, "document": config.document}
 
-    def _id(self, value: object, file: RowFile, number: int) -> str:
-        known = str(value) if isinstance(value, (str, int)) else f"row {number}"
-        return known if len(self._files) == 1 else f"{file.path.name}: {known}"
+    def _id(self, value: str | int | None, file: RowFile, number: int) -> str:
+        known = f"row {number}" if value is None else str(value)
+        return known if len(self._files) == 1 else f"{file.path}: {known}"
 
     def _shuffled(self, epoch: int) -> Any:
         if self._order is None or self._order[0] != epoch:

@@ -6,6 +6,7 @@ import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -107,17 +108,19 @@ class ParquetFile:
         self._held: tuple[int, pyarrow.Table] | None = None
 
     def scan(self) -> Iterator[Mapping[str, Any] | BadRow]:
-        """All rows, those that cannot be read as BadRow."""
-        for batch in self._file.iter_batches(batch_size=BATCH_ROWS):
-            for i in range(batch.num_rows):
-                yield _first(batch.slice(i, 1))
+        """All rows, those that cannot be read as BadRow. Raises RequestError for a damaged file."""
+        with self._undamaged():
+            for batch in self._file.iter_batches(batch_size=BATCH_ROWS):
+                for i in range(batch.num_rows):
+                    yield _first(batch.slice(i, 1))
 
     def read(self, number: int) -> Mapping[str, Any]:
-        """Row `number`."""
+        """Row `number`. Raises RequestError if the file has changed since the start."""
         group = bisect_right(self._starts, number) - 1
         if self._held is None or self._held[0] != group:
             self._held = None  # two groups at once would be twice the memory
-            self._held = (group, self._file.read_row_group(group))
+            with self._undamaged():
+                self._held = (group, self._file.read_row_group(group))
         row = _first(self._held[1].slice(number - self._starts[group], 1))
         if isinstance(row, BadRow):
             raise RequestError(f"{self.place(number)} has changed since the start ({row.kind}); start again")
@@ -126,6 +129,15 @@ class ParquetFile:
     def place(self, number: int) -> str:
         """What a message calls a row."""
         return f"{self.path}, row {number}"
+
+    @contextmanager
+    def _undamaged(self) -> Iterator[None]:
+        import pyarrow
+
+        try:
+            yield
+        except (OSError, pyarrow.ArrowException) as error:
+            raise RequestError(f"{self.path} is damaged ({error}); write or copy it again") from error
 
 
 def _readable(path: Path) -> Path:

@@ -87,6 +87,8 @@ BAD = [
     (b'{"prompt": "Who?", "context": "caf\xe9"}', "broken UTF-8"),
     (b'{"prompt": "Who?", "cont', "not JSON"),
     (json.dumps(row(1, context="The lamp \ud83d")).encode(), "half a character"),
+    (json.dumps(row(1, extra_info={"index": 1.0})).encode(), "a extra_info.index that is neither text nor a whole"),
+    (json.dumps(row(1, extra_info="easy")).encode(), "a extra_info that is no mapping"),
     (b"[3]", "no JSON object"),
 ]
 
@@ -114,6 +116,24 @@ def test_parquet_with_broken_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(RequestError, match=r"1 with broken UTF-8: .*t\.parquet, row 1"):
         opened(tmp_path / "t.parquet", tokenizer, question="q", answers="a")
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    table = arrow.table({"q": ["Who?"] * 99, "a": ["x"] * 99, "context": [f"The lamp {i}." for i in range(99)]})
+    file, columns = tmp_path / "t.parquet", {"question": "q", "answers": "a"}
+    pyarrow.parquet.write_table(table, file)
+    source = opened(file, tokenizer, **columns)
+    content = bytearray(file.read_bytes())
+    place = content.index(b"lamp")
+    content[place - 40 : place + 40] = bytes(80)
+    file.write_bytes(content)
+    with pytest.raises(RequestError, match=r"t\.parquet is damaged"):
+        opened(file, tokenizer, **columns, bad_rows="skip")
+    with pytest.raises(RequestError, match=r"t\.parquet is damaged"):
+        source.problem(0)
 
 
 def test_truncation_keeps_what_it_says_and_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -155,12 +175,14 @@ def test_files_that_cannot_serve_are_refused(tmp_path: Path, tokenizer: Tokenize
         source.problem(0)
     with pytest.raises(ConfigError, match="path must be"):
         DataConfig([])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"names a\.jsonl twice"):
+        DataConfig(("a.jsonl", "b.jsonl", "a.jsonl"))
 
 
 def test_ids_are_those_of_their_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
     files = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        files.append(str(jsonl(tmp_path / name, [row(0)]).rename(tmp_path / f"{name}.jsonl")))
+        files.append(str(jsonl(tmp_path / name, [row(0)])))
     source = FileSource(DataConfig(tuple(files)), tokenizer, lambda name, text: None)
-    assert [source.problem(i).id for i in range(3)] == ["a.jsonl: 0", "b.jsonl: 0", "a.jsonl: 0"]
+    assert [source.problem(i).id for i in range(3)] == [f"{files[i]}: 0" for i in (0, 1, 0)]
