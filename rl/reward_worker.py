@@ -16,11 +16,13 @@ from typing import Any
 
 __all__ = ["finite", "score"]
 
+LARGEST = 1e18  # of a number: the squares of such ones still have a place in float32
 GRACE = 5  # seconds after the time limit in which whoever started this process should have ended it
 
 
 def finite(value: object) -> float:
-    """A result as a number; True is 1, numbers of any library count. Raises an Exception for anything else."""
+    """A result as a number; True is 1, numbers of any library count. Raises an Exception for anything else, and for
+    numbers beyond 1e18."""
     if isinstance(value, (str, bytes, bytearray)):
         raise TypeError(f"it returned {value!r:.60}, no number")
     try:
@@ -29,6 +31,8 @@ def finite(value: object) -> float:
         raise TypeError(f"it returned {value!r:.60}, no number") from error
     if not math.isfinite(number):
         raise ValueError(f"it returned {value!r:.60}, no finite number")
+    if abs(number) > LARGEST:
+        raise ValueError(f"it returned {value!r:.60}; rewards are between -{LARGEST:g} and {LARGEST:g}")
     return number
 
 

@@ -40,7 +40,8 @@ def reward(answer, references, extra):
         print("noise on standard output", flush=True)
         sys.stdin.read()
     return {
-        "none": None, "nan": float("nan"), "inf": 10**400, "text": "0.5", "long": "x" * 10_000_000, "list": [1],
+        "none": None, "nan": float("nan"), "inf": 10**400, "huge": 1e300,
+        "text": "0.5", "long": "x" * 10_000_000, "list": [1],
         "numpy": np.bool_(True), "float": np.float32(0.25), "extra": extra.get("year"), "half": 0.5,
     }.get(answer[:5], len(answer))
 
@@ -80,6 +81,7 @@ def test_whatever_a_function_does_is_survived_and_counted(tmp_path: Path) -> Non
         "none": "result",
         "nan": "result",
         "inf": "result",
+        "huge": "result",
         "text": "result",
         "long": "result",
         "list": "result",

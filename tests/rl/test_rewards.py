@@ -58,7 +58,7 @@ def test_the_measures_of_squad() -> None:
 
 
 def test_a_reward_that_fails_counts_0_and_is_counted() -> None:
-    given = iter([np.bool_(True), np.float32(0.25), True, None, float("nan"), "x", RuntimeError("boom")])
+    given = iter([np.bool_(True), np.float32(0.25), True, None, float("nan"), -1e300, "x", RuntimeError("boom")])
 
     def reward(answer: str, references: Sequence[str]) -> float:
         value = next(given)
@@ -68,9 +68,9 @@ def test_a_reward_that_fails_counts_0_and_is_counted() -> None:
 
     scorer = Scorer(reward)
     with pytest.warns(UserWarning, match=r"reward function failed \((result|raised)\)") as seen:
-        assert [scorer("", []) for _ in range(7)] == [1.0, 0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert [scorer("", []) for _ in range(8)] == [1.0, 0.25, 1.0, *[0.0] * 5]
     assert len(seen) == 2
-    assert scorer.failures.counts == {"result": 3, "raised": 1} and "None" in scorer.failures.first["result"]
+    assert scorer.failures.counts == {"result": 4, "raised": 1} and "None" in scorer.failures.first["result"]
     for wrong in ("boxed", 3):
         with pytest.raises(ConfigError, match="boxed_exact, em, f1, sub_em"):
             Scorer(wrong)  # type: ignore[arg-type]
