@@ -125,14 +125,14 @@ def _built(kind: type[T], values: object, path: str, default: object | None = No
         if section is not None:
             below, inner = section
             given[key] = _built(below, inner, f"{path}.{key}" if path else key, _default(kind, key, default))
+    missing = [] if isinstance(default, kind) else [name for name in _required(kind) if name not in given]
+    _require(not missing, f"{path or 'the configuration'} needs the key {' and '.join(missing)}")
     try:
         if is_algorithm:
             return typing.cast(T, AlgorithmConfig.from_mapping(given))
         return dataclasses.replace(default, **given) if isinstance(default, kind) else kind(**given)  # type: ignore[type-var]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if path else str(error)) from error
-    except TypeError as error:
-        raise ConfigError(f"{path or 'the configuration'} lacks a key without a default: {error}") from error
 
 
 def _section(hint: object, value: object) -> tuple[type[Any], object] | None:
@@ -160,6 +160,11 @@ def _default(kind: type, key: str, default: object | None) -> Any:
     return None if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
+def _required(kind: type) -> list[str]:
+    absent = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(kind) if f.default is absent and f.default_factory is absent]
+
+
 def _names(kind: type) -> list[str]:
     return [f.name for f in dataclasses.fields(kind)]
 
@@ -171,4 +176,4 @@ def _require_known(keys: Iterable[object], kind: type, path: str) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             before = f"{path}." if path else ""
             hint = f"did you mean {before}{near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"there is no key {before}{key}; {hint}")
+            raise ConfigError(f"there is no key {f'{before}{key}' or repr('')}; {hint}")

@@ -60,8 +60,10 @@ class ModelOptions:
     reference: str = "auto"
 
     def __post_init__(self) -> None:
-        ok = self.adapter is None or isinstance(self.adapter, str)
-        _require(ok, f"ModelOptions.adapter must be a folder or null, got {self.adapter!r}")
+        for name, kinds in (("path", "a folder, a .gguf file"), ("adapter", "a folder")):
+            value = getattr(self, name)
+            ok = value is None or isinstance(value, str)
+            _require(ok, f"ModelOptions.{name} must be {kinds} or null, got {value!r}")
         _require(
             self.adapter is None or self.lora is None,
             f"ModelOptions has lora and adapter={self.adapter!r}; fresh adapters, or those of a folder: leave one out",
@@ -145,7 +147,8 @@ class LogConfig:
     wandb_mode: str = "online"
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.folder, str), f"LogConfig.folder must be a path, got {self.folder!r}")
+        ok = isinstance(self.folder, str) and bool(self.folder)
+        _require(ok, f"LogConfig.folder must be a path, got {self.folder!r}")
         for name in ("trajectories", "tensorboard"):
             _require_bool("LogConfig", name, getattr(self, name))
         ok = self.wandb is None or isinstance(self.wandb, str)

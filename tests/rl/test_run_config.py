@@ -82,6 +82,10 @@ def test_what_supervised_training_does_not_do_is_refused(tmp_path: Path) -> None
         ("rollout.steps", "takes key=value"),
         ("objective=poem", "objective must be one of"),
         ("data.document_tokens=5", "set both or neither"),
+        ("model.path=3", "model: ModelOptions.path must be a folder"),
+        ("log.folder=''", "log: LogConfig.folder must be a path"),
+        (".steps=3", "no key ''; known keys"),
+        ("data={}", "data needs the key path"),
         ("data=null", "data must hold a mapping"),
         ("data={task: slotz}", "data.task must be one of slots, slots_oracle, facts, facts_oracle, got 'slotz'"),
         ("data={task: slots, lenght: 3}", "no key data.lenght"),
@@ -99,7 +103,7 @@ def test_files_that_hold_no_configuration_are_refused(tmp_path: Path) -> None:
         ("a: [", "is no YAML"),
         ("- 3", "must map the keys"),
         ("agent: {chunk_tokens: 1, chunk_tokens: 2}", "'chunk_tokens' stands twice"),
-        ("model: {path: m}", "lacks a key without a default.*data"),
+        ("model: {path: m}", "the configuration needs the key data"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, text)
