@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -10,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 from ..engine.errors import TraceError
 from .data import Notice
@@ -39,15 +41,16 @@ class RunLog:
         """path: None keeps no lines, as on ranks that are not main. keep_steps: go on after this step: later lines of
         the file are dropped. None starts a new file.
 
-        Raises TraceError for a file that is in the way, or cannot be written.
+        Raises TraceError for a file that is in the way, or cannot be written, and while another process writes to it.
         """
         if path is None:
             path, keep_steps = os.devnull, None
         self.path = Path(path)
-        self._trackers = list(trackers)
+        self.trackers = list(trackers)
         self.events: Counter[str] = Counter()
-        try:
+        with self._written():
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = None if path == os.devnull else _locked(self.path)
             if keep_steps is not None and self.path.exists():
                 _cut(self.path, keep_steps)
                 self.events.update(line["name"] for line in read_log(self.path) if line["kind"] == "event")
@@ -56,15 +59,15 @@ class RunLog:
                     f"{self.path} exists: there is a run in this folder; go on with it (--resume), or set log.folder"
                 )
             self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            raise TraceError(f"cannot write the log {self.path}: {error.strerror}") from error
 
     def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line; its numbers go to the trackers, under the kind's name."""
-        line = _finite({"kind": kind, "step": step, **values})
-        self._file.write((json.dumps(line) + "\n").encode())
+        """Append a line; its numbers go to the trackers, under the kind's name. Raises TraceError for a full disk."""
+        line = (json.dumps(_finite({"kind": kind, "step": step, **values})) + "\n").encode()
+        with self._written():
+            if self._file.write(line) < len(line):  # the rest is refused as well
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if kind != "event":
-            for tracker in self._trackers:
+            for tracker in self.trackers:
                 tracker.add(step, dict(numbers(values, kind)))
 
     def event(self, name: str, message: str, step: int) -> None:
@@ -73,15 +76,28 @@ class RunLog:
         self.add("event", step, {"name": name, "message": message})
 
     def flush(self) -> None:
-        """Return when all lines are on the disk."""
-        if str(self.path) != os.devnull:
-            os.fsync(self._file.fileno())
+        """Return when all lines are on the disk. Raises TraceError when they don't get there."""
+        if self._lock is not None:
+            with self._written():
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file and the trackers."""
         self._file.close()
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TraceError(
+                f"cannot write the log {self.path}: {error.strerror}; make room and go on with --resume, or choose "
+                "another log.folder"
+            ) from error
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -132,6 +148,20 @@ def numbers(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]
             yield where, sum(value) / len(value)
         elif isinstance(value, (int, float)):
             yield where, float(value)
+
+
+def _locked(log: Path) -> IO[bytes]:
+    """A file beside the log, locked for this process until it is closed, or the process ends in whatever way."""
+    file = log.with_name(f".{log.name}.lock").open("wb")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise TraceError(
+            f"another process writes to {log}; wait until it has ended, or set log.folder to another folder"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def _cut(path: Path, step: int) -> None:

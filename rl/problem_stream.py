@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from ..engine.errors import RequestError
 from ..engine.memory_agent import MemoryAgent
-from .data import Notice, Source
+from .data import FileSource, Notice, Source
 from .episodes import Agent
 from .trajectory import Problem
 
-__all__ = ["ProblemStream"]
+__all__ = ["ProblemStream", "fits"]
 
-MOST_UNFIT = 100  # problems in a row that the agent has no room for
+MOST_UNFIT = 100  # problems in a row that the agent has no room for, or all of a file that has more
 
 
 class ProblemStream(Iterator[Problem]):
@@ -24,24 +24,27 @@ class ProblemStream(Iterator[Problem]):
         self._agent, self._notice = agent, notice
 
     def __next__(self) -> Problem:
-        """Raises RequestError when 100 in a row do not fit."""
-        unfit = 0
-        while True:
+        """Raises RequestError when 100 in a row do not fit, and of a file with more problems none."""
+        most = max(MOST_UNFIT, self.source.places if isinstance(self.source, FileSource) else 0)
+        for _ in range(most):
             problem = self.source.problem(self.position)
             self.position += 1
-            try:
-                self._require_room(problem)
-            except RequestError as error:
-                self._notice("no room for a problem", f"problem {problem.id} is left out: {error}")
-                unfit += 1
-                if unfit == MOST_UNFIT:
-                    raise
-                continue
-            return problem
+            if fits(problem, self._agent, self._notice):
+                return problem
+        raise RequestError(
+            f"the agent has no room for any of {most} problems in a row, the last {problem.id!r}; shorten the "
+            "questions, raise model.engine.max_context, or lower agent.memory_tokens or agent.answer_tokens"
+        )
 
-    def _require_room(self, problem: Problem) -> None:
-        """Raise RequestError for a question with which no turn of a memory agent fits."""
-        if isinstance(self._agent, MemoryAgent):
+
+def fits(problem: Problem, agent: Agent, notice: Notice) -> bool:
+    """Whether turns of a memory agent have room for the question; notice: is told of one for which they have none."""
+    if isinstance(agent, MemoryAgent):
+        try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the reading will say so
-                self._agent.chunk_size(len(self._agent.tokenizer.encode(problem.question)))
+                agent.chunk_size(len(agent.tokenizer.encode(problem.question)))
+        except RequestError as error:
+            notice("no room for a problem", f"problem {problem.id} is left out: {error}")
+            return False
+    return True

@@ -17,7 +17,7 @@ import psutil
 from ..engine import lora
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
-from ..engine.errors import ConfigError
+from ..engine.errors import CheckpointError, ConfigError
 from ..engine.memory_agent import MemoryAgent
 from ..engine.trace import differences
 from .agent_function import FunctionAgent, FunctionConfig
@@ -78,6 +78,11 @@ class Run:
         self.termination = Termination()
         self._saved = saved = self.checkpoints.steps if resume else None
         self._resumed = saved is not None
+        if not resume and self.checkpoints.steps is not None:
+            raise CheckpointError(
+                f"{self.checkpoints.folder} exists: there is a run in this folder; go on with it (--resume), or set "
+                "log.folder"
+            )
         self.log = self._log((-1 if saved is None else saved) if resume else None)
         self._trajectories = self.folder / ("trajectories" if ranks.size == 1 else f"trajectories/rank{ranks.rank}")
         self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems, quiet=not ranks.main)
@@ -92,7 +97,7 @@ class Run:
         self.rollout = Rollout(self.agent, reward, config.algorithm, ranks, config.parallel.deterministic)
         self.curriculum = Curriculum(config.rollout.curriculum)
         self.problems = ProblemStream(self._source(config.data), self.agent, self.notice)
-        self.evaluator = Evaluator(config, self.agent, reward, ranks, self._source)
+        self.evaluator = Evaluator(config, self.agent, reward, ranks, self._source, self.notice)
         state = self.checkpoints.restore(self.trainer) if resume else None
         if state is not None:
             self._step = self.trainer.steps
@@ -104,6 +109,9 @@ class Run:
         config = self.config
         self.log.add("start", self.trainer.steps, {"config": _plain(config), "data": str(config.data)})
         self.display.tell(str(config.data))
+        if self._resumed:
+            left = "goes on" if self.trainer.steps < config.rollout.steps else "nothing is left to do"
+            self.display.tell(f"{self.trainer.steps} of {config.rollout.steps} steps were taken before; {left}")
         with (
             closing(self.log),
             closing(self.rollout.scorer),
@@ -194,10 +202,9 @@ class Run:
     def _log(self, keep_steps: int | None) -> RunLog:
         if not self._ranks.main:
             return RunLog(None)
-        file = self.folder / "log.jsonl"
-        if keep_steps is None and file.exists():
-            RunLog(file)  # refuses, before a tracker begins anything
-        return RunLog(file, trackers(self.config.log, _plain(self.config)), keep_steps=keep_steps)
+        log = RunLog(self.folder / "log.jsonl", keep_steps=keep_steps)
+        log.trackers += trackers(self.config.log, _plain(self.config))
+        return log
 
     @property
     def _leads(self) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,35 @@ def test_a_log_goes_on_after_a_step(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n[1]\n')
     with pytest.raises(TraceError, match="line 2 is no line of a run's log"):
         list(read_log(path))
+
+
+def test_two_processes_do_not_write_one_log(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.add("step", 1, {})
+    log.close()
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'wb'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / ".log.jsonl.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
+        with pytest.raises(TraceError, match=r"another process writes to .*wait until it has ended"):
+            RunLog(tmp_path / "log.jsonl", keep_steps=0)
+        other.kill()
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1]  # nothing was cut
+    RunLog(tmp_path / "log.jsonl", keep_steps=1).close()
+
+
+def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        log.add("step", 1, {})
+        with pytest.raises(TraceError, match=r"cannot write the log .*make room .*--resume"):
+            log.add("step", 2, {"text": "x" * 2000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+    assert [line["step"] for line in read_log(log.path)] == [1]
 
 
 def test_numbers_have_the_names_on_the_way() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from palimpsest.cli import main
+from palimpsest.engine.errors import CheckpointError, RequestError
 from palimpsest.rl.config_file import load_config
 from palimpsest.rl.log import read_log
 from palimpsest.rl.run import Run
@@ -92,6 +93,43 @@ def test_problems_without_room_and_warnings_are_events(config_file: Path, tmp_pa
         line["message"] for line in lines if line.get("name") == "no room for a problem"
     )
     assert lines[-1]["events"]["no room for a problem"] == 1 and lines[-1]["position"] == 5
+
+
+def test_questions_without_room_leave_the_others(config_file: Path, tmp_path: Path) -> None:
+    """More in a row than any small number, and in a set to evaluate on."""
+    write_data(tmp_path / "some.jsonl", 2)
+    write_data(tmp_path / "long.jsonl", 101, "How many lamps? " * 400)
+    rows = [json.loads(line) for name in ("long", "some") for line in (tmp_path / f"{name}.jsonl").open()]
+    rows[-1]["extra_info"], rows[-2]["extra_info"] = {"index": 501}, {"index": 500}
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f"log.folder={tmp_path / 'run'}", f"data.path={tmp_path / 'data.jsonl'}", "data.shuffle=false"]
+    changes += ["rollout.steps=1", "eval={sets: {all: {}}, problems: 103}"]
+    run = Run(load_config(config_file, changes))
+    run.train()
+    lines = list(read_log(run.log.path))
+    [step] = [line for line in lines if line["kind"] == "step"]
+    assert step["position"] == 103 and step["events"]["no room for a problem"] == 101
+    assert [line["sets"]["all"]["problems"] for line in lines if line["kind"] == "eval"] == [2, 2]
+    for name, change, message in (
+        ("data", f"data.path={tmp_path / 'long.jsonl'}", "for any of 101 problems in a row"),
+        ("eval", f"eval.sets={{all: {{path: {tmp_path / 'long.jsonl'}}}}}", "for any problem of eval.sets.all"),
+    ):
+        alone = [*changes, "eval.sets={}", f"log.folder={tmp_path / name}", change]
+        with pytest.raises(RequestError, match=message):
+            Run(load_config(config_file, alone)).train()
+
+
+def test_a_folder_with_checkpoints_is_not_begun_anew(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(config_file, [f"log.folder={tmp_path / 'run'}", "rollout.steps=1"])
+    run = Run(config)
+    run.train()
+    run.log.path.unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoints exists: there is a run in this folder.*--resume"):
+        Run(config)
+    Run(config, resume=True).train()
+    assert "1 of 1 steps were taken before; nothing is left to do" in capsys.readouterr().err
 
 
 def test_an_agent_and_a_reward_of_the_users_own(
