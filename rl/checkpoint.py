@@ -81,6 +81,17 @@ class Checkpoints:
         places = self.all()
         return _steps(places[-1]) if places else None
 
+    def start(self, resume: bool) -> int | None:
+        """-> steps of the one that a run goes on from; None for a run that begins.
+
+        Raises CheckpointError when one that is not to go on would begin among the checkpoints of another.
+        """
+        if not resume and self.steps is not None:
+            raise CheckpointError(
+                f"{self.folder} exists: there is a run in this folder; go on with it (--resume), or set log.folder"
+            )
+        return self.steps if resume else None
+
     def save(self, trainer: Trainer | SupervisedTrainer, run: Mapping[str, Any], score: float | None = None) -> Path:
         """Write a checkpoint of the steps taken so far; -> its folder. Then older ones go that are not to be kept.
 

@@ -17,7 +17,7 @@ import psutil
 from ..engine import lora
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
-from ..engine.errors import CheckpointError, ConfigError
+from ..engine.errors import ConfigError
 from ..engine.memory_agent import MemoryAgent
 from ..engine.trace import differences
 from .agent_function import FunctionAgent, FunctionConfig
@@ -76,13 +76,8 @@ class Run:
         trainer_config = config.trainer
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep, ranks)
         self.termination = Termination()
-        self._saved = saved = self.checkpoints.steps if resume else None
+        self._saved = saved = self.checkpoints.start(resume)
         self._resumed = saved is not None
-        if not resume and self.checkpoints.steps is not None:
-            raise CheckpointError(
-                f"{self.checkpoints.folder} exists: there is a run in this folder; go on with it (--resume), or set "
-                "log.folder"
-            )
         self.log = self._log((-1 if saved is None else saved) if resume else None)
         self._trajectories = self.folder / ("trajectories" if ranks.size == 1 else f"trajectories/rank{ranks.rank}")
         self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems, quiet=not ranks.main)

@@ -45,11 +45,9 @@ class SupervisedRun:
         self.folder = Path(config.log.folder)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
         self.termination = Termination()
-        saved = self.checkpoints.steps if resume else None
-        told = trackers(config.log, dataclasses.asdict(config))
-        self.log = RunLog(
-            self.folder / "log.jsonl", told, keep_steps=(-1 if saved is None else saved) if resume else None
-        )
+        saved = self.checkpoints.start(resume)
+        self.log = RunLog(self.folder / "log.jsonl", keep_steps=(-1 if saved is None else saved) if resume else None)
+        self.log.trackers += trackers(config.log, dataclasses.asdict(config))
         self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems)
         self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
         if config.model.adapter is not None:
