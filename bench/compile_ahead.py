@@ -31,12 +31,13 @@ class Compiled:
 
 def compile_ahead(
     kernel: triton.JITFunction, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, *,
-    warps: int = 4, stages: int = 3,
+    warps: int = 4, stages: int = 3, fused: bool = True,
 ) -> Compiled:  # fmt: skip
     """Compile a kernel for compute capability 80 or 90.
 
     types: of each argument that is no constant ("*bf16", "i32", "fp32"); pointers are 16-byte aligned, and so are
-    integers marked by ":16". constants: the values of all others.
+    integers marked by ":16". constants: the values of all others. fused: whether a multiplication and an addition may
+    become one.
     """
     signature = {name: types[name].removesuffix(":16") if name in types else "constexpr" for name in kernel.arg_names}
     aligned = {
@@ -46,7 +47,7 @@ def compile_ahead(
     }
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = compiled.asm["ptx"]
     report = _assemble(ptx)

@@ -28,7 +28,7 @@ class Build:
     """One way in which a kernel is launched.
 
     tensor: on sm_90 its products must be wgmma. least: the first capability that has its
-    types.
+    types. fused: whether a multiplication and an addition may become one.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Build:
     stages: int
     tensor: bool = False
     least: int = 80
+    fused: bool = True
 
 
 def builds(shape: Shape) -> Iterator[Build]:
@@ -150,17 +151,20 @@ def _elementwise(shape: Shape) -> Iterator[Build]:
 
 
 def _vocabulary() -> Iterator[Build]:
-    from ..triton_kernels import token_scores, vocabulary
+    from ..triton_kernels import sampling, token_scores, vocabulary
 
+    constants: dict[str, Any] = {"TILE": sampling.TILE}
+    types = _types({"logits": "fp32", "top_p": "fp64", "top_k cuts lasts": "i64"}, "vocabulary")
+    yield Build("draw, filters", sampling.cut_kernel, types, constants, sampling.WARPS, 3, fused=False)
     types = _types(
-        {"logits peaks totals temperatures": "fp32", "best": "fp64", "best_id keys": "i64"},
-        "row_stride vocabulary tiles",
-    )  # fmt: skip
-    constants: dict[str, Any] = {"TILE": vocabulary.TILE, "DRAWS": True}
-    yield Build("draw", vocabulary.tile_kernel, types, constants, vocabulary.WARPS, 3)
+        {"logits peaks": "fp32", "depths best": "fp64", "cuts lasts noisy keys best_id": "i64"}, "vocabulary tiles"
+    )
+    yield Build("draw", sampling.best_kernel, types, constants, sampling.WARPS, 3, fused=False)
+    constants = {"TILE": vocabulary.TILE}
+    types = _types({"logits peaks totals": "fp32"}, "row_stride vocabulary tiles")
+    yield Build("log-sum-exp", vocabulary.tile_kernel, types, constants, vocabulary.WARPS, 3)
     types = _types({"peaks totals out": "fp32"}, "tiles")
     yield Build("log-sum-exp merge", vocabulary.fold_kernel, types, {}, 4, 3)
-    constants = {"TILE": vocabulary.TILE}
     types = _types({"logits log_sums sums": "fp32"}, "vocabulary tiles")
     yield Build("token scores", token_scores.entropy_kernel, types, constants, vocabulary.WARPS, 3)
     types = _types(

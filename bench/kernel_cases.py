@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine import cuda
-from ..triton_kernels import activation, attention, attention_backward, linear, norm, rotary, token_scores, vocabulary
+from ..triton_kernels import (
+    activation,
+    attention,
+    attention_backward,
+    linear,
+    norm,
+    rotary,
+    sampling,
+    token_scores,
+    vocabulary,
+)
 from .costs import Cost
 from .kernel_costs import Heads, attention_backward_cost, attention_cost, moved, product_cost
 
@@ -190,7 +201,7 @@ def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     rows = sizes.scored
     logits = torch.randn(rows, sizes.vocabulary, device=device)
-    temperatures, keys = torch.ones(rows, device=device), torch.arange(rows, device=device)
+    ones = torch.ones(rows, device=device)
     targets = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def theirs() -> Tensor:
@@ -199,12 +210,17 @@ def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     yield Case(
         "log-sum-exp", rows, 0, lambda: vocabulary.log_sum_exp(logits), theirs, moved(logits.numel(), 1), "float32"
     )
-    run: Callable[[], object] = lambda: vocabulary.draw(logits, temperatures, keys)  # noqa: E731
-    yield Case("draw", rows, 0, run, None, moved(logits.numel(), 1), "float32")
-    run = lambda: token_scores.token_scores(logits, targets, 1.0)  # noqa: E731
+
+    def draw(top_p: float) -> Tensor:
+        on, off = [True] * rows, [0] * rows
+        return sampling.choose(logits, list(range(rows)), on, off, [top_p] * rows, [-math.inf] * rows)
+
+    for name, top_p in (("draw", 1.0), ("draw top-p", 0.95)):
+        yield Case(name, rows, 0, lambda p=top_p: draw(p), None, moved(logits.numel(), 1), "float32")  # type: ignore[misc]
+    run: Callable[[], object] = lambda: token_scores.token_scores(logits, targets, 1.0)  # noqa: E731
     yield Case("token scores", rows, 0, run, lambda: logits.log_softmax(dim=1), moved(logits.numel(), 1), "float32")
     _, entropies, log_sums = token_scores.token_scores(logits, targets, 1.0)
     run = lambda: token_scores.token_scores_grad(  # noqa: E731
-        logits, targets, 1.0, entropies, log_sums, temperatures, temperatures
+        logits, targets, 1.0, entropies, log_sums, ones, ones
     )
     yield Case("token scores backward", rows, 0, run, None, moved(logits.numel(), 2), "float32")

@@ -70,8 +70,9 @@ def _compile(options: argparse.Namespace) -> int:
         for build in builds(shape):
             for capability in (c for c in CAPABILITIES if c >= build.least):
                 compiled = compile_ahead(
-                    build.kernel, build.types, build.constants, capability, warps=build.warps, stages=build.stages
-                )
+                    build.kernel, build.types, build.constants, capability, warps=build.warps, stages=build.stages,
+                    fused=build.fused,
+                )  # fmt: skip
                 wgmma = "wgmma" in compiled.ptx
                 row = {
                     "model": shape.name, "kernel": build.name, "target": f"sm_{capability}",

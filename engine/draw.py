@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .noise import LN2_HIGH, LN2_LOW, gumbel, stream_key
 
-__all__ = ["Draw", "Drawn", "draw_rows", "ranked"]
+__all__ = ["Draw", "Drawn", "choose", "draw_rows", "ranked"]
 
 MASS_BITS = 38  # a vocabulary of 2**24 ids sums up to 2**62
 FAINTEST = -40.0  # e^-40 * 2**38 rounds to 0
@@ -57,16 +57,25 @@ class Drawn(NamedTuple):
     total: float
 
 
-def draw_rows(logits: Tensor, rows: Sequence[Draw], log_sum_exp: Callable[[Tensor], Tensor]) -> list[Drawn]:
-    """ops.Ops.draw with a log-sum-exp of choice."""
-    scaled = logits / logits.new_tensor([row.temperature or 1.0 for row in rows]).unsqueeze(1)
-    totals = log_sum_exp(scaled)
+def choose(scaled: Tensor, rows: Sequence[Draw], totals: Tensor) -> Tensor:
+    """A token of each row of logits / temperature, whose log-sum-exp are `totals`: int64 [R]."""
     tokens = scaled.argmax(dim=1)
     for r, (row, valid) in enumerate(zip(rows, totals.isfinite().tolist(), strict=True)):
         if valid and row.temperature > 0:
-            ids = _kept(scaled[r], row) if row.filters else torch.arange(logits.shape[1], device=logits.device)
+            ids = _kept(scaled[r], row) if row.filters else torch.arange(scaled.shape[1], device=scaled.device)
             noise = gumbel(stream_key(*row.stream), ids)
             tokens[r] = ids[(noise + scaled[r, ids]).argmax()]
+    return tokens
+
+
+def draw_rows(
+    logits: Tensor, rows: Sequence[Draw], log_sum_exp: Callable[[Tensor], Tensor],
+    choose: Callable[[Tensor, Sequence[Draw], Tensor], Tensor] = choose,
+) -> list[Drawn]:  # fmt: skip
+    """ops.Ops.draw with a log-sum-exp and a choice of tokens as given."""
+    scaled = logits / logits.new_tensor([row.temperature or 1.0 for row in rows]).unsqueeze(1)
+    totals = log_sum_exp(scaled)
+    tokens = choose(scaled, rows, totals)
     logprobs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - totals
     return [Drawn(*values) for values in zip(tokens.tolist(), logprobs.tolist(), totals.tolist(), strict=True)]
 

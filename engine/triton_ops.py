@@ -5,6 +5,7 @@ Activations are float32 between the ops; with bfloat16 parameters products take 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..triton_kernels import activation, attention, norm, rotary, vocabulary
+from ..triton_kernels import activation, attention, norm, rotary, sampling, vocabulary
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
 from . import cuda, reference
 from .draw import draw_rows
 from .errors import ConfigError
+from .noise import stream_key
 
 if TYPE_CHECKING:
     from .draw import Draw, Drawn
@@ -121,7 +123,20 @@ class TritonKernels:
         return vocabulary.log_sum_exp(logits)
 
     def draw(self, logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
-        return draw_rows(logits, rows, self.log_sum_exp)
+        return draw_rows(logits, rows, self.log_sum_exp, _choose)
+
+
+def _choose(scaled: Tensor, rows: Sequence[Draw], totals: Tensor) -> Tensor:
+    """draw.choose; the same ids."""
+    tokens = sampling.choose(
+        scaled,
+        [stream_key(*row.stream) for row in rows],
+        [row.temperature > 0 for row in rows],
+        [row.top_k if row.temperature > 0 else 0 for row in rows],
+        [row.top_p if row.temperature > 0 else 1.0 for row in rows],
+        [row.depth if row.temperature > 0 else -math.inf for row in rows],
+    )
+    return torch.where(totals.isfinite(), tokens, 0)  # the others mean nothing
 
 
 def _decode(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:

@@ -1,11 +1,13 @@
-"""Log-sum-exp and the draw of a token against the sampler's own functions."""
+"""Log-sum-exp, and the draw of a token: the ids are those of plain torch."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from palimpsest.engine.config import SamplingParams
-from palimpsest.engine.noise import gumbel, stream_key
+from palimpsest.engine import triton_ops
+from palimpsest.engine.draw import Draw, draw_rows
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
 
 
@@ -20,20 +22,41 @@ def test_log_sum_exp(device: torch.device, rows: int, vocabulary: int) -> None:
     assert_as_exact_as_torch(log_sum_exp(logits).cpu(), plain.cpu(), exact.cpu())
 
 
-def test_draw(device: torch.device) -> None:
-    from palimpsest.triton_kernels.vocabulary import draw
+STREAM = (0, 1, 2, 3)
+ROWS = (
+    Draw(STREAM, 0.0),
+    Draw(STREAM, 0.0),
+    Draw(STREAM, 1.0),
+    Draw(STREAM, 0.7, top_p=0.95),
+    Draw(STREAM, 3.0, top_k=1),
+    Draw(STREAM, 1.0, top_k=40, top_p=0.5),
+    Draw(STREAM, 2.0, top_k=300, top_p=0.99, depth=math.log(0.02)),
+    Draw(STREAM, 1.0, depth=math.log(0.3)),
+)
 
-    logits = torch.randn(6, 9000, device=device) * 3
-    logits[1, 8000] = logits[1, 5] = 50.0  # of equals the lower
-    temperatures = torch.tensor([0.0, 0.0, 0.7, 1.0, 1.0, 3.0], device=device)
-    seed = SamplingParams().seed
-    numbers = [stream_key(seed, sample, 2, 3) for sample in range(6)]
-    keys = torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers], device=device)
-    ids, logprobs = draw(logits, temperatures, keys)
-    scaled = logits / torch.where(temperatures == 0, 1.0, temperatures).unsqueeze(1)
-    noise = torch.stack([gumbel(n, torch.arange(9000, device=device)) for n in numbers])
-    scores = scaled.double() + torch.where(temperatures.unsqueeze(1) == 0, 0.0, noise)
-    assert ids.tolist() == scores.argmax(dim=1).tolist()
-    assert ids[1] == 5
-    expected = scaled.double().log_softmax(dim=1).gather(1, ids.unsqueeze(1)).squeeze(1)
-    assert torch.allclose(logprobs.double(), expected, atol=2e-6)
+
+@pytest.mark.parametrize("levels", [None, 12])
+def test_the_ids_are_those_of_plain_torch(device: torch.device, levels: int | None) -> None:
+    """levels: of the logits, so that many are equal and cuts fall among equals."""
+    from palimpsest.triton_kernels.vocabulary import log_sum_exp
+
+    kernels = triton_ops.TritonKernels()
+    for trial in range(2):
+        logits = torch.randn(len(ROWS), 4500, device=device) * 3
+        if levels is not None:
+            logits = (logits * levels / 12).round() * 12 / levels
+        logits[1, 4200] = logits[1, 5] = 50.0  # of equals the lower
+        logits[2, ::3] = -torch.inf
+        rows = [row._replace(stream=(7, r, trial, 3)) for r, row in enumerate(ROWS)]
+        ours, plain = kernels.draw(logits, rows), draw_rows(logits, rows, log_sum_exp)
+        assert ours == plain
+        assert ours[1].token_id == 5
+
+
+def test_rows_with_nothing_to_draw_do_not_disturb_the_others(device: torch.device) -> None:
+    kernels = triton_ops.TritonKernels()
+    logits = torch.randn(3, 60, device=device)
+    logits[0, 3], logits[1] = torch.nan, -torch.inf
+    drawn = kernels.draw(logits, [ROWS[3]] * 3)
+    assert not math.isfinite(drawn[0].total) and not math.isfinite(drawn[1].total)
+    assert drawn[2] == kernels.draw(logits[2:], [ROWS[3]])[0]

@@ -1,0 +1,223 @@
+"""The draw of one id per row: Gumbel noise over what top-k, top-p and min-p leave, without sorting the vocabulary.
+
+Whatever the filters keep is a head of the ranking (larger logit first, of equals the lower id), so it is known by its
+last member. That is found by fixing the bits of its logit from the highest on, each by a count, or a sum of masses,
+over the row; all sums are of whole numbers. One program cuts a row; then one per tile finds the likeliest of what is
+left. Noise and masses are computed as engine/noise.py and draw.py define them, operation by operation and without fused
+multiply-adds: the ids are the same. Twin: draw.choose.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["choose"]
+
+TILE = 4096
+WARPS = 8
+GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+SECOND = tl.constexpr(0x94D049BB133111EB)
+MANTISSA = tl.constexpr(2**52 - 1)
+BITS_OF_ONE = tl.constexpr(0x3FF0000000000000)
+BITS_OF_SQRT_HALF = tl.constexpr(0x3FE6A09E00000000)
+LN2_HIGH = tl.constexpr(6.93147180369123816490e-01)
+LN2_LOW = tl.constexpr(1.90821492927058770002e-10)
+LN2_INVERSE = tl.constexpr(1.0 / 0.6931471805599453)
+WHOLE = tl.constexpr(1.5 * 2**52)  # added and taken away it leaves the nearest whole number, ties to even
+FAINTEST = tl.constexpr(-40.0)
+MASS_EXPONENT = tl.constexpr(1023 + 38)
+
+
+@triton.jit
+def order(values):
+    """uint32 that rise with float32 values; both zeros are one."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def mass(below):
+    """draw._mass: e^below * 2^38 as int64, for float64 below <= 0."""
+    x = tl.maximum(below, FAINTEST)
+    n = (x * LN2_INVERSE + WHOLE) - WHOLE
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    power = r * 0.0 + 1.0
+    for i in tl.static_range(11):
+        power = power * r * (1.0 / (11 - i)) + 1.0
+    scale = ((n.to(tl.int64) + MASS_EXPONENT) << 52).to(tl.float64, bitcast=True)
+    return ((power * scale + WHOLE) - WHOLE).to(tl.int64)
+
+
+@triton.jit
+def logarithm(x):
+    """noise._log of normal float64 x > 0."""
+    shifted = x.to(tl.int64, bitcast=True) + (BITS_OF_ONE - BITS_OF_SQRT_HALF)
+    k = ((shifted >> 52) - 1023).to(tl.float64)
+    f = ((shifted & MANTISSA) + BITS_OF_SQRT_HALF).to(tl.float64, bitcast=True) - 1.0
+    s = f / (2.0 + f)
+    z = s * s
+    w = z * z
+    h = 0.5 * f * f
+    odd = 2.857142874366239149e-01 + w * (1.818357216161805012e-01 + w * 1.479819860511658591e-01)
+    odd = z * (6.666666666666735130e-01 + w * odd)
+    even = 3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01)
+    rest = odd + w * even
+    return s * (h + rest) + k * LN2_LOW - h + f + k * LN2_HIGH
+
+
+@triton.jit
+def gumbel(key, ids):
+    """noise.gumbel: float64 noise of ids under a uint64 key."""
+    x = key + (ids.to(tl.uint64) + 1) * GAMMA
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    x = x ^ (x >> 31)
+    return -logarithm(-logarithm(((x >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16))
+
+
+@triton.jit
+def is_kept(ranks, ids, cut, last):
+    """Whether ids belong to the head of the ranking that ends with id `last` of rank `cut`."""
+    return (ranks > cut) | ((ranks == cut) & (ids <= last))
+
+
+@triton.jit
+def id_of(row, vocabulary, cut, wanted, TILE: tl.constexpr):
+    """The id that is number `wanted` (from 1) of those with rank `cut`."""
+    seen = tl.zeros((), tl.int64)
+    found = tl.zeros((), tl.int64)
+    for start in range(0, vocabulary, TILE):
+        at = start + tl.arange(0, TILE)
+        inside = at < vocabulary
+        equal = inside & (order(tl.load(row + at, mask=inside, other=0.0)) == cut)
+        numbers = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+        found += tl.sum(tl.where(equal & (numbers == wanted), at, 0).to(tl.int64), axis=0)
+        seen += tl.sum(equal.to(tl.int64), axis=0)
+    return found
+
+
+@triton.jit
+def cut_kernel(logits, top_k, top_p, cuts, lasts, vocabulary, TILE: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * vocabulary
+    k, p = tl.load(top_k + number), tl.load(top_p + number)
+    highest = tl.full((), 2147483648, tl.uint32)
+    peak = tl.full((), float("-inf"), tl.float32)
+    for start in range(0, vocabulary, TILE):
+        at = start + tl.arange(0, TILE)
+        values = tl.load(row + at, mask=at < vocabulary, other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(values, axis=0))
+    top = peak.to(tl.float64)
+    cut, last = tl.zeros((), tl.uint32), tl.zeros((), tl.int64) + vocabulary
+    if k > 0:
+        bit = highest
+        for _ in range(32):
+            candidate = cut | bit
+            count = tl.zeros((), tl.int64)
+            for start in range(0, vocabulary, TILE):
+                at = start + tl.arange(0, TILE)
+                inside = at < vocabulary
+                ranks = order(tl.load(row + at, mask=inside, other=0.0))
+                count += tl.sum((inside & (ranks >= candidate)).to(tl.int64), axis=0)
+            cut = tl.where(count >= k, candidate, cut)
+            bit = bit >> 1
+        above = tl.zeros((), tl.int64)
+        for start in range(0, vocabulary, TILE):
+            at = start + tl.arange(0, TILE)
+            inside = at < vocabulary
+            ranks = order(tl.load(row + at, mask=inside, other=0.0))
+            above += tl.sum((inside & (ranks > cut)).to(tl.int64), axis=0)
+        last = id_of(row, vocabulary, cut, k - above, TILE)
+    if p < 1.0:
+        total = tl.zeros((), tl.int64)
+        for start in range(0, vocabulary, TILE):
+            at = start + tl.arange(0, TILE)
+            inside = at < vocabulary
+            values = tl.load(row + at, mask=inside, other=0.0)
+            kept = inside & is_kept(order(values), at, cut, last)
+            total += tl.sum(tl.where(kept, mass(values.to(tl.float64) - top), 0), axis=0)
+        limit = p * total.to(tl.float64)
+        nucleus = tl.zeros((), tl.uint32)
+        bit = highest
+        for _ in range(32):
+            candidate = nucleus | bit
+            reached = tl.zeros((), tl.int64)
+            for start in range(0, vocabulary, TILE):
+                at = start + tl.arange(0, TILE)
+                inside = at < vocabulary
+                values = tl.load(row + at, mask=inside, other=0.0)
+                ranks = order(values)
+                kept = inside & is_kept(ranks, at, cut, last) & (ranks >= candidate)
+                reached += tl.sum(tl.where(kept, mass(values.to(tl.float64) - top), 0), axis=0)
+            nucleus = tl.where(reached.to(tl.float64) >= limit, candidate, nucleus)
+            bit = bit >> 1
+        above = tl.zeros((), tl.int64)
+        each = tl.zeros((), tl.int64)
+        for start in range(0, vocabulary, TILE):
+            at = start + tl.arange(0, TILE)
+            inside = at < vocabulary
+            values = tl.load(row + at, mask=inside, other=0.0)
+            ranks, masses = order(values), mass(values.to(tl.float64) - top)
+            above += tl.sum(tl.where(inside & (ranks > nucleus), masses, 0), axis=0)
+            each = tl.maximum(each, tl.max(tl.where(inside & (ranks == nucleus), masses, 0), axis=0))
+        fewest = tl.full((), 1, tl.int64)
+        most = tl.full((), 0, tl.int64) + vocabulary
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if (above + middle * each).to(tl.float64) >= limit:
+                most = middle
+            else:
+                fewest = middle + 1
+        last = id_of(row, vocabulary, nucleus, fewest, TILE)
+        cut = nucleus
+    tl.store(cuts + number, cut.to(tl.int64))
+    tl.store(lasts + number, last)
+
+
+@triton.jit
+def best_kernel(logits, cuts, lasts, depths, peaks, noisy, keys, best, best_id, vocabulary, tiles, TILE: tl.constexpr):
+    """The likeliest id of a tile of a row, of those kept."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tile * TILE + tl.arange(0, TILE)
+    inside = at < vocabulary
+    values = tl.load(logits + row * vocabulary + at, mask=inside, other=float("-inf"))
+    scores = values.to(tl.float64)
+    kept = inside & is_kept(order(values), at, tl.load(cuts + row).to(tl.uint32), tl.load(lasts + row))
+    kept = kept & (scores - tl.load(peaks + row).to(tl.float64) >= tl.load(depths + row))
+    if tl.load(noisy + row) != 0:
+        scores += gumbel(tl.load(keys + row).to(tl.uint64, bitcast=True), at)
+    scores = tl.where(kept, scores, float("-inf"))
+    score = tl.max(scores, axis=0)
+    tl.store(best + row * tiles + tile, score)
+    tl.store(best_id + row * tiles + tile, tl.min(tl.where(kept & (scores == score), at, vocabulary), axis=0))
+
+
+def choose(
+    logits: Tensor, keys: list[int], noisy: list[bool], top_k: list[int], top_p: list[float], depths: list[float]
+) -> Tensor:
+    """float32 [R, vocabulary], dense, already divided by the temperatures -> int64 [R]; of equals the lowest id.
+
+    keys: of noise.stream_key, added where `noisy`. top_k (0 is off), top_p (1 is off), depths: as in draw.Draw; only of
+    noisy rows. A row with NaN gets any number from 0 to vocabulary.
+    """
+    rows, vocabulary = logits.shape
+    device, tiles = logits.device, triton.cdiv(vocabulary, TILE)
+    signed = [key - 2**64 if key >= 2**63 else key for key in keys]
+    numbers = torch.tensor([signed, noisy, top_k, [vocabulary] * rows, [0] * rows], dtype=torch.int64).to(device)
+    key_bits, is_noisy, counts, lasts, cuts = numbers
+    shares, depth = torch.tensor([top_p, depths], dtype=torch.float64).to(device)
+    if any(k > 0 or p < 1.0 for k, p in zip(top_k, top_p, strict=True)):
+        cut_kernel[(rows,)](
+            logits, counts, shares, cuts, lasts, vocabulary, TILE, num_warps=WARPS, enable_fp_fusion=False
+        )
+    best = torch.empty(rows, tiles, dtype=torch.float64, device=device)
+    best_id = torch.empty(rows, tiles, dtype=torch.int64, device=device)
+    best_kernel[(rows, tiles)](
+        logits, cuts, lasts, depth, logits.amax(dim=1), is_noisy, key_bits, best, best_id, vocabulary, tiles, TILE,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return best_id.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
