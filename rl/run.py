@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections import Counter
@@ -19,7 +18,6 @@ from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError
 from ..engine.memory_agent import MemoryAgent
-from ..engine.trace import differences
 from .agent_function import FunctionAgent, FunctionConfig
 from .checkpoint import Checkpoints
 from .curriculum import Curriculum
@@ -44,8 +42,6 @@ from .trainer import Trainer
 from .trajectory import Group
 
 __all__ = ["Run"]
-
-NO_DIFFERENCE = ("log.", "checkpoint.", "rollout.steps")  # to what a step does
 
 
 class Run:
@@ -102,7 +98,7 @@ class Run:
     def train(self) -> None:
         """Take the steps that are left, and save. Raises Terminated when a signal has ended that, with all saved."""
         config = self.config
-        self.log.add("start", self.trainer.steps, {"config": _plain(config), "data": str(config.data)})
+        self.log.add("start", self.trainer.steps, {"config": config.plain(), "data": str(config.data)})
         self.display.tell(str(config.data))
         if self._resumed:
             left = "goes on" if self.trainer.steps < config.rollout.steps else "nothing is left to do"
@@ -198,7 +194,7 @@ class Run:
         if not self._ranks.main:
             return RunLog(None)
         log = RunLog(self.folder / "log.jsonl", keep_steps=keep_steps)
-        log.trackers += trackers(self.config.log, _plain(self.config))
+        log.trackers += trackers(self.config.log, self.config.plain())
         return log
 
     @property
@@ -268,7 +264,7 @@ class Run:
             "curriculum": self.curriculum.state_dict(),
             "rollout": self.rollout.state_dict(),
             "random": random_state(),
-            "config": _plain(self.config),
+            "config": self.config.plain(),
         }
 
     def _set_state(self, state: Mapping[str, Any]) -> None:
@@ -281,11 +277,5 @@ class Run:
 
     def _tell_changes(self, before: Mapping[str, Any]) -> None:
         """Other values are allowed, but not silently: the run is not what it would have been."""
-        for key, (was, now) in differences(before, _plain(self.config)):
-            if not key.startswith(NO_DIFFERENCE):
-                self.notice("changed configuration", f"{key} was {was!r} and is {now!r} from here on")
-
-
-def _plain(config: RunConfig) -> Any:
-    """As JSON gives it back."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+        for change in self.config.changes_since(before):
+            self.notice("changed configuration", change)

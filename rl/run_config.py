@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..engine.config import (
     _tuple,
 )
 from ..engine.lora import LoraConfig
+from ..engine.trace import differences
 from .agent_function import FunctionConfig
 from .checkpoint import CheckpointConfig
 from .config import AlgorithmConfig
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 OBJECTIVES = ("rl", "sft")
+NO_DIFFERENCE = ("log.", "checkpoint.", "rollout.steps")  # to what a step does
 WANDB_MODES = ("online", "offline")
 
 AnyData = DataConfig | TaskConfig | ExamplesConfig
@@ -217,6 +220,17 @@ class RunConfig:
         }
         for name, given in unused.items():
             _require(not (supervised and given), f"{name} is of no use with objective 'sft'; leave it out")
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as JSON gives it back."""
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return values
+
+    def changes_since(self, before: Mapping[str, Any]) -> Iterator[str]:
+        """In words, what is other than in the plain configuration of before and matters to what a step does."""
+        for key, (was, now) in differences(before, self.plain()):
+            if not key.startswith(NO_DIFFERENCE):
+                yield f"{key} was {was!r} and is {now!r} from here on"
 
     @property
     def data_changes(self) -> dict[str, Mapping[str, Any]]:

@@ -47,21 +47,23 @@ class SupervisedRun:
         self.termination = Termination()
         saved = self.checkpoints.start(resume)
         self.log = RunLog(self.folder / "log.jsonl", keep_steps=(-1 if saved is None else saved) if resume else None)
-        self.log.trackers += trackers(config.log, dataclasses.asdict(config))
+        self.log.trackers += trackers(config.log, config.plain())
         self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems)
         self.engine = Engine(config.model.path or embedded_model_path(), config.model.engine)
         if config.model.adapter is not None:
             lora.load(self.engine, config.model.adapter)
         self.trainer = SupervisedTrainer(self.engine, config.trainer)
         self.examples: Examples = config.data.examples(MemoryAgent(self.engine, config.agent))
-        if resume:
-            self.checkpoints.restore(self.trainer)
+        state = self.checkpoints.restore(self.trainer) if resume else None
+        for change in config.changes_since(state["config"]) if state is not None else ():
+            self.log.event("changed configuration", change, self.trainer.steps)
+            self.display.tell(f"changed configuration: {change}")
 
     def train(self) -> None:
         """Take the steps that are left, and write the trained weights. Raises Terminated when a signal has ended that,
         with all saved."""
         config, trainer = self.config, self.trainer
-        self.log.add("start", trainer.steps, {"config": dataclasses.asdict(config), "data": str(config.data)})
+        self.log.add("start", trainer.steps, {"config": config.plain(), "data": str(config.data)})
         with closing(self.log), self.display, self.termination:
             while trainer.steps < config.rollout.steps:
                 self.step()
@@ -74,7 +76,7 @@ class SupervisedRun:
     def save(self) -> None:
         """Leave a checkpoint of the steps taken so far, unless there is one."""
         if self.checkpoints.steps != self.trainer.steps:
-            self.checkpoints.save(self.trainer, {"config": dataclasses.asdict(self.config)})
+            self.checkpoints.save(self.trainer, {"config": self.config.plain()})
 
     def step(self) -> SupervisedReport:
         """One step, and its line in the log."""

@@ -83,7 +83,9 @@ def test_adapters_on_facts_go_on_where_they_were_killed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000003")  # killed in the third
     shutil.rmtree(tmp_path / "parts" / "adapter")
     assert main(["train", parts, "--resume"]) == 0
-    assert main(["train", parts, "--resume"]) == 0  # nothing is left to do
+    assert main(["train", parts, "--resume", "--set", "optimizer.clip=2"]) == 0  # nothing is left to do
+    *_, event, _ = read_log(tmp_path / "parts" / "log.jsonl")
+    assert event["name"] == "changed configuration" and event["message"].startswith("optimizer.clip was 1.0 and is 2")
     logs = [list(read_log(tmp_path / name / "log.jsonl")) for name in ("whole", "parts")]
     losses = [[(line["step"], line["loss"]) for line in log if line["kind"] == "step"] for log in logs]
     assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][3][1] < losses[0][0][1]
