@@ -24,7 +24,7 @@ from .detokenizer import TextStream
 from .draft import Drafter
 from .errors import ConfigError, RequestError
 from .kv_cache import PagePool
-from .memory import pool_pages
+from .memory import explained, pool_pages
 from .model import Decoder
 from .model_config import ModelConfig
 from .ops import select
@@ -101,7 +101,8 @@ class Engine:
                 f"backend='triton' does not run weights={config.weights!r} yet; use weights='native' or backend='cpu'"
             )
         replace_weights(self.model, loaded.packed)
-        self.model.to(ops.device)
+        with explained("the model", ops.device, "use dtype='bfloat16', or split it over ranks (process_group)"):
+            self.model.to(ops.device)
         num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window, ops.device)
         if parallel is not None:
             parallel.apply(self.model)

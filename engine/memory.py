@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -10,7 +13,7 @@ import torch
 from .config import EngineConfig
 from .errors import ConfigError
 
-__all__ = ["available_bytes", "pool_pages"]
+__all__ = ["available_bytes", "explained", "pool_pages"]
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -43,3 +46,15 @@ def pool_pages(config: EngineConfig, bytes_per_page: int, window: int, device: t
         given = f"kv_bytes={config.kv_bytes}" if config.kv_bytes is not None else f"kv_share={config.kv_share}"
         raise ConfigError(f"{given} holds not even one page of {bytes_per_page} bytes; raise it or lower page_size")
     return pages
+
+
+@contextmanager
+def explained(what: str, device: torch.device, remedy: str) -> Iterator[None]:
+    """Raise ConfigError when `device` runs out of memory: what wanted how much, what is free, and what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        size = "" if asked is None else f" asked for {asked[1]} more and"
+        free = available_bytes(device) / 2**30
+        raise ConfigError(f"{what}{size} does not fit: {free:.2f} GiB of {device} are free; {remedy}") from error

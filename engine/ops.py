@@ -152,11 +152,6 @@ def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, attentio
             "backend='cpu'"
         ) from error
     device = triton_ops.device()
-    if device is None:
-        raise ConfigError(
-            "backend='triton' needs an NVIDIA GPU and torch finds none (torch.cuda.is_available() is False: no GPU, no "
-            "driver, or a torch built for the CPU); use backend='cpu' or 'auto'"
-        )
     for what, dtype in (("parameters", parameters), ("KV pages", pages)):
         if dtype not in triton_ops.DTYPES:
             raise ConfigError(f"backend='triton' takes float32 and bfloat16 {what}, not {dtype}; choose one of them")

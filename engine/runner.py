@@ -15,6 +15,7 @@ from torch import Tensor
 from . import kv_rows
 from .errors import ConfigError
 from .layer_stack import LayerStack
+from .memory import available_bytes, explained
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
 from .ops import Spans
@@ -56,9 +57,10 @@ class Runner:
                 for _ in range(config.num_layers)
             ]
         except RuntimeError as error:
-            size = num_pages * page_bytes(config, page_size, kv_dtype)
+            size, free = num_pages * page_bytes(config, page_size, kv_dtype), available_bytes(self.device)
             raise ConfigError(
-                f"the KV pool of {size:,} bytes can't be allocated; lower EngineConfig.kv_bytes or kv_share"
+                f"the KV pool of {size:,} bytes can't be allocated, {free:,} are free; lower EngineConfig.kv_bytes or "
+                "kv_share"
             ) from error
         self.run_layers: Callable[[Batch], Tensor] = partial(model, pages=self.pages)
         self.refresh()
@@ -76,10 +78,12 @@ class Runner:
             self._move(move)
         if not step.spans:
             return []
-        hidden = self.run_layers(self._batch(step.spans))
         starts = list(accumulate((span.rows for span in step.spans), initial=0))
-        scores = [self._score(hidden, span, start) for span, start in zip(step.spans, starts, strict=False)]
-        drawn = self._draw(hidden, step.spans, starts)
+        what, remedy = f"a step of {starts[-1]} tokens", "lower EngineConfig.max_step_tokens, kv_share or kv_bytes"
+        with explained(what, self.device, remedy):
+            hidden = self.run_layers(self._batch(step.spans))
+            scores = [self._score(hidden, span, start) for span, start in zip(step.spans, starts, strict=False)]
+            drawn = self._draw(hidden, step.spans, starts)
         return [_with_scores(*pair) if pair[1] else pair[0] for pair in zip(drawn, scores, strict=True)]
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:

@@ -30,15 +30,36 @@ if TYPE_CHECKING:
 __all__ = ["TritonKernels", "device"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+LEAST_CAPABILITY = (8, 0)
 # Rows per span below which the tiles of the context go to programs of their own.
 FEW_ROWS = 64
 
 
-def device() -> torch.device | None:
-    """Where the kernels run: the current GPU; the CPU under Triton's interpreter; None where there is neither."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if INTERPRETED.value else None
+def device() -> torch.device:
+    """Where the kernels run: the current GPU, or the CPU under Triton's interpreter.
+
+    Raises ConfigError when torch can't use a GPU, saying whether it, the driver or the GPU is why.
+    """
+    if INTERPRETED.value:
+        return torch.device("cpu")
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        capability = torch.cuda.get_device_capability()
+    except (RuntimeError, AssertionError) as error:  # torch says which: no CUDA in it, no driver, one too old, no GPU
+        raise ConfigError(
+            f"backend='triton' needs an NVIDIA GPU, and torch {torch.__version__} finds none: "
+            f"{str(error).partition(chr(10))[0]}; use backend='cpu' or 'auto'"
+        ) from error
+    if capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"backend='triton' needs compute capability {_dotted(LEAST_CAPABILITY)} (Ampere) or later, and "
+            f"{torch.cuda.get_device_name()} has {_dotted(capability)}; use backend='cpu'"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 class TritonKernels:

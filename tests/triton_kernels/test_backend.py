@@ -5,12 +5,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from palimpsest import AgentConfig, ConfigError, Engine, EngineConfig, MemoryAgent, SamplingParams
+from palimpsest.engine import triton_ops
 from palimpsest.engine.acceptance import Acceptance
 from palimpsest.engine.draft import Drafter
+from palimpsest.engine.ops import select
 from palimpsest.rl.trajectory import Trajectory
 from palimpsest.tests.rl.test_trainer import (
     DOCUMENTS,
@@ -46,6 +49,46 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
         Engine(folder, EngineConfig(backend="triton", dtype="float64"))
     with pytest.raises(ConfigError, match="attention='cuda' cannot run here"):
         Engine(folder, EngineConfig(backend="triton", attention="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("failure", "capability", "reason"),
+    [
+        (AssertionError("Torch not compiled with CUDA enabled"), (9, 0), "finds none: Torch not compiled with CUDA"),
+        (
+            RuntimeError("The NVIDIA driver on your system is too old\nmore"),
+            (9, 0),
+            "driver on your system is too old;",
+        ),
+        (None, (7, 5), r"compute capability 8.0 \(Ampere\) or later, and Old has 7.5"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception | None, capability: tuple[int, int], reason: str
+) -> None:
+    def init() -> None:
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr(triton_ops, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old")
+    with pytest.raises(ConfigError, match=reason):
+        select("triton", torch.float32, torch.float32, 64, 1)
+
+
+def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(batch: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has more to say")
+
+    engine = make_engine(make_model_folder(tmp_path, "qwen2"), backend="triton")
+    monkeypatch.setattr(engine.runner, "run_layers", full)
+    said = (
+        r"a step of 3 tokens asked for 20.00 MiB more and does not fit: .* GiB of cpu are free; lower .*max_step_tokens"
+    )
+    with pytest.raises(ConfigError, match=said):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
 
 
 def test_drafts_change_nothing_with_exact_kernels(tmp_path: Path) -> None:
