@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from contextlib import closing
 from pathlib import Path
@@ -13,9 +14,9 @@ from ..engine import lora, reading_file
 from ..engine.config import AgentConfig
 from ..engine.defaults import embedded_model_path
 from ..engine.engine import Engine
-from ..engine.errors import ConfigError
+from ..engine.errors import CheckpointError, ConfigError
 from ..engine.memory_agent import MemoryAgent
-from .checkpoint import Checkpoints
+from .checkpoint import ADAPTER, MODEL, Checkpoints
 from .display import Display
 from .log import RunLog
 from .run_config import RunConfig
@@ -46,6 +47,9 @@ class SupervisedRun:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
         self.termination = Termination()
         saved = self.checkpoints.start(resume)
+        for name in (MODEL, ADAPTER):
+            if saved is None and (self.folder / name).exists():
+                raise CheckpointError(f"{self.folder / name} exists, where this run writes its own; set log.folder")
         self.log = RunLog(self.folder / "log.jsonl", keep_steps=(-1 if saved is None else saved) if resume else None)
         self.log.trackers += trackers(config.log, config.plain())
         self.display = Display(config.rollout.steps, saved or 0, config.rollout.problems)
@@ -63,6 +67,9 @@ class SupervisedRun:
         """Take the steps that are left, and write the trained weights. Raises Terminated when a signal has ended that,
         with all saved."""
         config, trainer = self.config, self.trainer
+        if trainer.steps and trainer.steps < config.rollout.steps:  # what was trained is about to be surpassed
+            for name in (MODEL, ADAPTER):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
         self.log.add("start", trainer.steps, {"config": config.plain(), "data": str(config.data)})
         with closing(self.log), self.display, self.termination:
             while trainer.steps < config.rollout.steps:
@@ -95,8 +102,8 @@ class SupervisedRun:
         model, agent = self.engine.model, self.config.agent
         assert isinstance(agent, AgentConfig)
         if not lora.adapters(model):
-            if not (self.folder / "model").exists():
-                self.engine.save(self.folder / "model")
-        elif not (self.folder / "adapter").exists():
-            lora.save(model, self.folder / "adapter", self.engine.model_path, torch.bfloat16)
-            reading_file.write(self.folder / "adapter", agent)
+            if not (self.folder / MODEL).exists():
+                self.engine.save(self.folder / MODEL)
+        elif not (self.folder / ADAPTER).exists():
+            lora.save(model, self.folder / ADAPTER, self.engine.model_path, torch.bfloat16)
+            reading_file.write(self.folder / ADAPTER, agent)
