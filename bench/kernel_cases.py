@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine import cuda
+from ..engine.errors import ConfigError
+from ..engine.flashinfer import FlashInfer
+from ..engine.ops import Spans
 from ..triton_kernels import (
     activation,
     attention,
@@ -117,6 +120,7 @@ class _Pages:
         self.starts = torch.arange(sequences + 1, device=device, dtype=torch.int32) * rows
         self.lengths = torch.full((sequences,), length, device=device, dtype=torch.int32)
         self.query = torch.randn(sequences * rows, heads.query, heads.dim, device=device)
+        self.spans = Spans(self.starts, self.lengths, self.tables)
         self.scale = heads.dim**-0.5
         self.dense_query = self.query.to(HALF).view(sequences, rows, heads.query, heads.dim).transpose(1, 2)
         self.dense_key, self.dense_value = (
@@ -136,6 +140,10 @@ class _Pages:
         )
         return attention.merge_tiles(peaks, totals, partials, self.starts, self.lengths, tile)
 
+    def by_flashinfer(self, attend: FlashInfer) -> Tensor:
+        """The first call plans, as a step does; the others are what its further layers take."""
+        return attend(self.query, self.key, self.value, self.spans, self.scale)
+
     def torch(self) -> Tensor:
         causal = self.dense_query.shape[2] > 1
         return F.scaled_dot_product_attention(
@@ -143,8 +151,17 @@ class _Pages:
         )
 
 
+def _flashinfer(head_dim: int, device: torch.device) -> FlashInfer | None:
+    """None where it is not installed, or doesn't know such heads."""
+    try:
+        return FlashInfer(HALF, head_dim, device)
+    except ConfigError:
+        return None
+
+
 def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     heads, context, prompt = sizes.heads, sizes.context, sizes.prompt
+    flash = _flashinfer(heads.dim, device)
     for batch in sizes.few:
         step = _Pages(sizes, batch, 1, context, device)
         cost = attention_cost([(1, context)] * batch, heads, HALF.itemsize)
@@ -153,9 +170,15 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             yield Case(f"attention {name}", batch, context, run, step.torch, cost)
         if cuda.unavailable() is None and cuda.fits_decode(step.query, step.key, batch):
             yield Case("paged_decode", batch, context, step.by_cuda, step.torch, cost, engine="cuda")
+        if flash is not None:
+            run = lambda step=step: step.by_flashinfer(flash)  # noqa: E731
+            yield Case("attention decode", batch, context, run, step.torch, cost, engine="flashinfer")
     whole = _Pages(sizes, 1, prompt, prompt, device)
     cost = attention_cost([(prompt, prompt)], heads, HALF.itemsize)
     yield Case("attention prefill", prompt, prompt, lambda: whole.ours(few_rows=False), whole.torch, cost)
+    if flash is not None:
+        run = lambda: whole.by_flashinfer(flash)  # noqa: E731
+        yield Case("attention prefill", prompt, prompt, run, whole.torch, cost, engine="flashinfer")
     log_sums = torch.empty(prompt, heads.query, device=device)
     out = whole.ours(few_rows=False, log_sums=log_sums)
     grad = torch.randn_like(out)

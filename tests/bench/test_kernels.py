@@ -53,11 +53,19 @@ def test_the_interpreter_is_refused() -> None:
     assert "unset TRITON_INTERPRET" in done.stderr
 
 
-def test_every_kernel_is_timed_beside_its_floor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kernel_is_timed_beside_its_floor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from palimpsest.bench import kernel_cases
+
+    monkeypatch.setattr(kernel_cases, "FlashInfer", lambda *_: lambda query, *_: query)  # as if it were installed
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert kernels.main(["--device", device, "--tiny", "--rounds", "1"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert ("no GPU: times mean nothing" in report["machine"]["isa"]) == (device == "cpu")
+    assert [row["work"] for row in report["rows"] if row["engine"] == "flashinfer"] == [
+        *["attention decode"] * 2, "attention prefill"
+    ]  # fmt: skip
     timed = {row["work"] for row in report["rows"]}
     assert {"linear", "attention decode", "attention prefill", "attention backward", "draw", "norm", "rotate"} <= timed
     for row in report["rows"]:
