@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -171,14 +172,14 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         if cuda.unavailable() is None and cuda.fits_decode(step.query, step.key, batch):
             yield Case("paged_decode", batch, context, step.by_cuda, step.torch, cost, engine="cuda")
         if flash is not None:
-            run = lambda step=step: step.by_flashinfer(flash)  # noqa: E731
-            yield Case("attention decode", batch, context, run, step.torch, cost, engine="flashinfer")
+            theirs = partial(step.by_flashinfer, flash)
+            yield Case("attention decode", batch, context, theirs, step.torch, cost, engine="flashinfer")
     whole = _Pages(sizes, 1, prompt, prompt, device)
     cost = attention_cost([(prompt, prompt)], heads, HALF.itemsize)
     yield Case("attention prefill", prompt, prompt, lambda: whole.ours(few_rows=False), whole.torch, cost)
     if flash is not None:
-        run = lambda: whole.by_flashinfer(flash)  # noqa: E731
-        yield Case("attention prefill", prompt, prompt, run, whole.torch, cost, engine="flashinfer")
+        theirs = partial(whole.by_flashinfer, flash)
+        yield Case("attention prefill", prompt, prompt, theirs, whole.torch, cost, engine="flashinfer")
     log_sums = torch.empty(prompt, heads.query, device=device)
     out = whole.ours(few_rows=False, log_sums=log_sums)
     grad = torch.randn_like(out)
@@ -192,11 +193,11 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     inputs = [x.detach().requires_grad_() for x in (whole.dense_query, whole.dense_key, whole.dense_value)]
     result = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True, enable_gqa=True)
 
-    def theirs() -> tuple[Tensor, ...]:
+    def by_torch() -> tuple[Tensor, ...]:
         return torch.autograd.grad(result, inputs, torch.ones_like(result), retain_graph=True)
 
     cost = attention_backward_cost([(prompt, prompt)], heads, HALF.itemsize)
-    yield Case("attention backward", prompt, prompt, backward, theirs, cost)
+    yield Case("attention backward", prompt, prompt, backward, by_torch, cost)
 
 
 def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
