@@ -20,6 +20,7 @@ __all__ = ["BLOCK", "NOTHING", "VARIANTS", "Facts", "FactsConfig", "FactsDocumen
 BLOCK = 64  # tokens, about, of the embedded model
 NOTHING = "Nothing found yet."  # what a memory says before it knows anything
 NEAR = 0.6  # share of the facts about others that share words with what is asked for
+NEWS = 0.25  # share of them, where it can be, that are told as what has changed: that alone says nothing
 
 Told = tuple[list[Statement], list[str], str]  # the sentences that tell the statements, and the question
 
@@ -135,7 +136,8 @@ class Story:
         while True:
             statement = self._near(rng) if rng.random() < NEAR else self._far(rng)
             same = statement.family == self.asked.family and statement.subject == self.asked.subject
-            sentence = self.wording.tell(statement, rng)
+            is_news = "again" in self.wording.families[statement.family] and rng.random() < NEWS
+            sentence = (self.wording.tell_again if is_news else self.wording.tell)(statement, rng)
             if not same and not self.tells(sentence):
                 return sentence
 

@@ -77,14 +77,16 @@ def test_stories_are_told_in_order_and_once() -> None:
 
 
 def test_others_share_names_with_what_is_asked_for_but_never_tell_it() -> None:
-    near = 0
+    near = news = 0
+    train = Wording("train")
     for index in range(60):
         rng = random.Random(index)
-        story = Story(Wording("train"), "one_fact", rng)
+        story = Story(train, "one_fact", rng)
         others = [story.other(rng) for _ in range(10)]
         assert not any(story.answer.casefold() in sentence.casefold() for sentence in others)
         near += sum(any(words in sentence for words in story.asked.subject.values()) for sentence in others)
-    assert 150 < near < 550
+        news += sum(any(word in sentence for word in (" now ", "Now ", " has moved ")) for sentence in others)
+    assert 150 < near < 550 and 15 < news < 150
 
 
 def test_what_is_reserved_stands_in_no_filler() -> None:
