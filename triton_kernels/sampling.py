@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["choose"]
+__all__ = ["choose", "heads"]
 
 TILE = 4096
 WARPS = 8
@@ -207,13 +207,9 @@ def choose(
     rows, vocabulary = logits.shape
     device, tiles = logits.device, triton.cdiv(vocabulary, TILE)
     signed = [key - 2**64 if key >= 2**63 else key for key in keys]
-    numbers = torch.tensor([signed, noisy, top_k, [vocabulary] * rows, [0] * rows], dtype=torch.int64).to(device)
-    key_bits, is_noisy, counts, lasts, cuts = numbers
-    shares, depth = torch.tensor([top_p, depths], dtype=torch.float64).to(device)
-    if any(k > 0 or p < 1.0 for k, p in zip(top_k, top_p, strict=True)):
-        cut_kernel[(rows,)](
-            logits, counts, shares, cuts, lasts, vocabulary, TILE, num_warps=WARPS, enable_fp_fusion=False
-        )
+    key_bits, is_noisy = torch.tensor([signed, noisy], dtype=torch.int64).to(device)
+    cuts, lasts = heads(logits, top_k, top_p)
+    depth = torch.tensor(depths, dtype=torch.float64).to(device)
     best = torch.empty(rows, tiles, dtype=torch.float64, device=device)
     best_id = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     best_kernel[(rows, tiles)](
@@ -221,3 +217,18 @@ def choose(
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return best_id.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+def heads(logits: Tensor, top_k: list[int], top_p: list[float]) -> tuple[Tensor, Tensor]:
+    """What top-k, then top-p keep of each row, by the last member: its rank as `order` has it, and its id, int64 [R].
+
+    logits: float32 [R, vocabulary], dense. top_k: 0 is off. top_p: 1 is off.
+    """
+    rows, vocabulary = logits.shape
+    counts, lasts, cuts = torch.tensor([top_k, [vocabulary] * rows, [0] * rows], dtype=torch.int64).to(logits.device)
+    if any(k > 0 or p < 1.0 for k, p in zip(top_k, top_p, strict=True)):
+        shares = torch.tensor(top_p, dtype=torch.float64).to(logits.device)
+        cut_kernel[(rows,)](
+            logits, counts, shares, cuts, lasts, vocabulary, TILE, num_warps=WARPS, enable_fp_fusion=False
+        )
+    return cuts, lasts

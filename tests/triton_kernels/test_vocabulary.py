@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from palimpsest.engine import triton_ops
-from palimpsest.engine.draw import Draw, draw_rows
+from palimpsest.engine.draw import Draw, _kept, draw_rows
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
 
 
@@ -41,18 +41,37 @@ def test_the_ids_are_those_of_plain_torch(device: torch.device, levels: int | No
     from palimpsest.triton_kernels.vocabulary import log_sum_exp
 
     kernels = triton_ops.TritonKernels()
-    for trial in range(2):
-        logits = torch.randn(len(ROWS), 4500, device=device) * 3
-        if levels is not None:
-            logits = (logits * levels / 12).round() * 12 / levels
-        logits[1, 4200] = logits[1, 5] = 50.0  # of equals the lower
-        logits[2, ::3] = -torch.inf
-        rows = [row._replace(stream=(7, r, trial, 3)) for r, row in enumerate(ROWS)]
-        ours, plain = kernels.draw(logits, rows), draw_rows(logits, rows, log_sum_exp)
-        assert ours == plain
-        assert ours[1].token_id == 5
+    logits = torch.randn(len(ROWS), 4500, device=device) * 3
+    if levels is not None:
+        logits = (logits * levels / 12).round() * 12 / levels
+    logits[1, 4200] = logits[1, 5] = 50.0  # of equals the lower
+    logits[2, ::3] = -torch.inf
+    rows = [row._replace(stream=(7, r, 2, 3)) for r, row in enumerate(ROWS)]
+    ours, plain = kernels.draw(logits, rows), draw_rows(logits, rows, log_sum_exp)
+    assert ours == plain
+    assert ours[1].token_id == 5
 
 
+@pytest.mark.parametrize("step", [0.0, 0.5])
+def test_what_the_filters_keep(device: torch.device, step: float) -> None:
+    """step: between logits, so that cuts fall among equals."""
+    from palimpsest.triton_kernels.sampling import heads
+
+    rows = [Draw(STREAM, 1.0, k, p) for k, p in ((0, 0.3), (0, 0.95), (0, 0.9999), (1, 1.0), (70, 1.0), (70, 0.8))]
+    logits = torch.randn(len(rows), 700, device=device) * 2
+    if step:
+        logits = (logits / step).round() * step  # and zeros of both signs
+    cuts, lasts = heads(logits, [row.top_k for row in rows], [row.top_p for row in rows])
+    bits = logits.view(torch.int32)
+    ranks = (bits ^ ((bits >> 31) | -(2**31))).long() & 0xFFFFFFFF
+    ranks[logits == 0] = 2**31
+    ids = torch.arange(700, device=device)
+    for r, row in enumerate(rows):
+        kept = (ranks[r] > cuts[r]) | ((ranks[r] == cuts[r]) & (ids <= lasts[r]))
+        assert torch.equal(ids[kept], _kept(logits[r], row))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
 def test_rows_with_nothing_to_draw_do_not_disturb_the_others(device: torch.device) -> None:
     kernels = triton_ops.TritonKernels()
     logits = torch.randn(3, 60, device=device)
