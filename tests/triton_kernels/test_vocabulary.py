@@ -57,7 +57,7 @@ def test_what_the_filters_keep(device: torch.device, step: float) -> None:
     """step: between logits, so that cuts fall among equals."""
     from palimpsest.triton_kernels.sampling import heads
 
-    rows = [Draw(STREAM, 1.0, k, p) for k, p in ((0, 0.3), (0, 0.95), (0, 0.9999), (1, 1.0), (70, 1.0), (70, 0.8))]
+    rows = [Draw(STREAM, 1.0, k, p) for k, p in ((0, 0.3), (0, 0.95), (0, 0.9999), (1, 1.0), (70, 0.8), (350, 1.0))]
     logits = torch.randn(len(rows), 700, device=device) * 2
     if step:
         logits = (logits / step).round() * step  # and zeros of both signs
