@@ -89,6 +89,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     inputs, outputs = sizes.hidden, sizes.mlp
+    by_cuda = _has_cuda_kernels(device)
     weight = torch.randn(outputs, inputs, device=device).mul_(inputs**-0.5).to(HALF)
     for rows in (*sizes.few, sizes.rows):
         x = torch.randn(rows, inputs, device=device)
@@ -99,7 +100,7 @@ def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
         cost = product_cost(rows, inputs, outputs, HALF.itemsize)
         yield Case("linear", rows, 0, lambda x=x: linear.linear(x, weight, None), theirs, cost)  # type: ignore[misc]
-        if cuda.unavailable() is None and cuda.fits_gemv(x, weight):
+        if by_cuda and cuda.fits_gemv(x, weight):
             run = lambda x=x: cuda.gemv(x, weight, None, None)  # noqa: E731
             yield Case("gemv", rows, 0, run, theirs, cost, engine="cuda")
     scales = torch.rand(outputs, device=device)
@@ -152,6 +153,10 @@ class _Pages:
         )
 
 
+def _has_cuda_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and cuda.unavailable() is None
+
+
 def _flashinfer(head_dim: int, device: torch.device) -> FlashInfer | None:
     """None where it is not installed, or doesn't know such heads."""
     try:
@@ -162,14 +167,14 @@ def _flashinfer(head_dim: int, device: torch.device) -> FlashInfer | None:
 
 def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     heads, context, prompt = sizes.heads, sizes.context, sizes.prompt
-    flash = _flashinfer(heads.dim, device)
+    by_cuda, flash = _has_cuda_kernels(device), _flashinfer(heads.dim, device)
     for batch in sizes.few:
         step = _Pages(sizes, batch, 1, context, device)
         cost = attention_cost([(1, context)] * batch, heads, HALF.itemsize)
         for name, exact in (("decode", False), ("decode exact", True)):
             run = lambda step=step, exact=exact: step.ours(few_rows=True, exact=exact)  # noqa: E731
             yield Case(f"attention {name}", batch, context, run, step.torch, cost)
-        if cuda.unavailable() is None and cuda.fits_decode(step.query, step.key, batch):
+        if by_cuda and cuda.fits_decode(step.query, step.key, batch):
             yield Case("paged_decode", batch, context, step.by_cuda, step.torch, cost, engine="cuda")
         if flash is not None:
             theirs = partial(step.by_flashinfer, flash)

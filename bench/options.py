@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -78,7 +79,8 @@ class Options:
         """Measures the limits of what runs the works."""
         if not self.by_triton:
             return Probe()
-        return DeviceProbe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+        return DeviceProbe(torch.device("cuda" if on_gpu else "cpu"))
 
     def choose(self, works: Iterable[Named]) -> list[Named]:
         """Those of `works` that are to be measured. Raises ConfigError for a name that none of them has."""

@@ -76,7 +76,7 @@ class TritonKernels:
         flash: attends in place of these where no gradient is wanted.
         Raises ConfigError when "cuda" cannot run here, or contradicts `exact`.
         """
-        reason = cuda.unavailable()
+        reason = "Triton's interpreter keeps all on the CPU" if INTERPRETED.value else cuda.unavailable()
         if attention_kernels == "cuda" and reason is not None:
             raise ConfigError(f"attention='cuda' cannot run here: {reason}; use attention='auto' or 'triton'")
         if attention_kernels == "cuda" and exact:
