@@ -46,7 +46,7 @@ def test_decode_finds_its_rivals_by_program_and_weights(tiny_model, peers_folder
         {"engine": "other", "arguments": ["1e-3"]},
         {"engine": "half", "dtype": "float16", "kv_dtype": "float16"},  # nothing of ours is like it: not asked
     )
-    assert decode.main([*options(tiny_model), "--peers", str(folder), "--profile"]) == 0
+    assert decode.main([*options(tiny_model), "--rounds", "1", "--peers", str(folder), "--profile"]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     theirs = [one["engine"] for one in found["rows"] if not one["engine"].startswith("palimpsest")]
@@ -56,7 +56,7 @@ def test_decode_finds_its_rivals_by_program_and_weights(tiny_model, peers_folder
     targets = {target["name"]: target["value"] for target in found["targets"]}
     # The faster of its two: a second a token, 12 tokens.
     expected = 12 / seconds["palimpsest, kv float32", "float32"]
-    assert targets["decode.100.float32.vs_openvino_genai"] == pytest.approx(expected, rel=0.5)
+    assert targets["decode.100.float32.vs_openvino_genai"] == pytest.approx(expected, rel=0.01)
     assert targets["decode.100.bfloat16.vs_float32"] > 0
     assert "12 steps of decode, context 100, bfloat16, op by op" in printed
 
