@@ -25,6 +25,7 @@ class GroupCounts:
 
     @classmethod
     def of(cls, group: Group, place: int) -> GroupCounts:
+        """Those of one group."""
         trajectories = group.trajectories
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         return cls(

@@ -100,7 +100,7 @@ def test_flips_and_cuts_in_a_folder(tmp_path: Path, tiny: Path, name: str, round
 def test_flips_and_cuts_in_a_gguf_file(
     tmp_path: Path, tiny: Path, rounds: int, reach: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_flush", lambda _: None)  # waiting for the disk is most of the time
+    monkeypatch.setattr(checkpoint, "flush", lambda _: None)  # waiting for the disk is most of the time
     file = Path(shutil.copy(tiny.parent / "m.gguf", tmp_path))
     loaded, refused = outcomes(file, lambda: load_gguf(file), rounds, reach)
     assert loaded > 0
