@@ -29,8 +29,8 @@ void gemv(const Gemv& call, void* stream);
 
 // Attention of one new token per sequence over bfloat16 pages, as partial results of `decode_tile()` tokens each.
 struct PagedDecode {
-    const float* query;      // [spans, heads, head_dim]
-    const void* key_pages;   // [pages, kv_heads, page_size, head_dim]
+    const float* query;     // [spans, heads, head_dim]
+    const void* key_pages;  // [pages, kv_heads, page_size, head_dim]
     const void* value_pages;
     const std::int32_t* kv_length;  // [spans]
     const std::int32_t* tables;     // [spans, table_stride]
