@@ -214,6 +214,8 @@ class RunConfig:
             "data.task=slots_oracle, and 'rl' takes problems",
         )
         unused = {
+            "reward": self.reward != RewardConfig(),
+            "algorithm": self.algorithm != AlgorithmConfig(),
             "eval.sets": bool(self.eval.sets),
             "rollout.curriculum": self.rollout.curriculum is not None,
             "log.trajectories": self.log.trajectories,

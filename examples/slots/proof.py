@@ -39,7 +39,7 @@ STAGES = {
     "chunks-128": stage(250, [32, 128]),
     "sure": stage(350, [32, 128], **falling(1e-3, 350)),
     "bias-0.8": stage(120, [128, 128], **falling(5e-4, 120), **{"data.bias": 0.8}),
-    "bias-0.9": stage(120, [128, 128], **falling(6e-4, 120), **{"data.bias": 0.9}),
+    "bias-0.9": stage(300, [128, 128], **falling(8e-4, 300), **{"data.bias": 0.9}),
 }
 LENGTHS = {"1K": 256, "4K": 256, "16K": 256, "64K": 256, "256K": 64, "1M": 32, "3.5M": 32}  # documents of each
 SHORT = ("1K", "4K", "16K", "64K")  # for what is not greedy, and for the warm-up model

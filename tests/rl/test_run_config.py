@@ -64,8 +64,14 @@ def test_a_key_says_what_kind_of_data_and_agent_is_meant(tmp_path: Path) -> None
 def test_what_supervised_training_does_not_do_is_refused(tmp_path: Path) -> None:
     text = "objective: sft\ndata: {task: slots_oracle}"
     assert load(tmp_path, text).objective == "sft"
-    for change in ("eval.sets={a: {}}", "rollout.curriculum.stages=[{noise: 0}]", "log.trajectories=true"):
-        with pytest.raises(ConfigError, match=f"{change.split('=')[0].removesuffix('.stages')} is of no use"):
+    for name, change in (
+        ("reward", "reward.name=em"),
+        ("algorithm", "algorithm.group_size=4"),
+        ("eval.sets", "eval.sets={a: {}}"),
+        ("rollout.curriculum", "rollout.curriculum.stages=[{noise: 0}]"),
+        ("log.trajectories", "log.trajectories=true"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is of no use"):
             load(tmp_path, text, change)
 
 

@@ -33,7 +33,7 @@ def write_config(folder: Path, **values: Any) -> str:
     model |= given
     file = folder / f"{values['log']['folder']}.yaml"
     values["log"] = {"folder": str(folder / values["log"]["folder"])}
-    file.write_text(yaml.safe_dump({"model": model, "agent": AGENT, "reward": {"name": "em"}} | values))
+    file.write_text(yaml.safe_dump({"model": model, "agent": AGENT} | values))
     return str(file)
 
 
@@ -55,6 +55,7 @@ def test_a_warm_up_and_then_rewards(tmp_path: Path, capsys: pytest.CaptureFixtur
     rewarded = write_config(
         tmp_path,
         data={"task": "slots", "tokens": 32},
+        reward={"name": "em"},
         algorithm={"group_size": 2, "kl": 0},
         rollout={"steps": 1, "problems": 2},
         log={"folder": "rl"},
