@@ -122,7 +122,7 @@ class SlotsOracle:
 
 
 def _cases(key: str, variant: str, taken: Sequence[str], rng: random.Random) -> list[tuple[str | None, list[Fact]]]:
-    """What a memory may know of a key, with what a chunk may say of it then. A memory may be wrong whatever the variant:
+    """What a memory may know of a key, with what a chunk may say of it then. A memory may be wrong in any variant:
     over a long document something wrong gets in, and what is written must still replace it."""
     old, new = rng.sample(VALUES, 2)
     cases: list[tuple[str | None, list[Fact]]] = [(None, []), (new, []), (None, [(key, new)]), (old, [(key, new)])]
