@@ -11,12 +11,21 @@ from ..engine.model_config import ModelConfig
 
 __all__ = ["KV_BYTES", "WEIGHT_BITS", "Cost", "decode_cost", "layer_shapes", "linear_cost", "prefill_cost"]
 
-# Bits of one weight with its share of the scales: our int8 has one per row (under 1 % of it: left out), our int4 and
-# llama.cpp's q8_0 and q4_0 a float16 per 32 weights.
-WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "q8_0": 8.5, "int4": 4.5, "q4_0": 4.5}
+# Bits of one weight with its share of the scales: our int8 and fp8 have one per row (under 1 % of it: left out), our
+# int4 and llama.cpp's q8_0 and q4_0 a float16 per 32 weights.
+WEIGHT_BITS = {
+    "float32": 32.0,
+    "bfloat16": 16.0,
+    "float16": 16.0,
+    "int8": 8.0,
+    "fp8": 8.0,
+    "q8_0": 8.5,
+    "int4": 4.5,
+    "q4_0": 4.5,
+}
 # Our int4 and llama.cpp's Q4_0 files keep the head in 8 bits.
 HEAD_BITS = WEIGHT_BITS | {"int4": 8.5, "q4_0": 8.5}
-KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..engine.defaults import embedded_model_path
 from ..engine.errors import ConfigError, PalimpsestError
 from ..engine.model import Batch, Decoder, KVPages, Linear
 from ..engine.ops import Spans, select
-from ..engine.quant import QuantisedLinear, quantise, replace_weights
+from ..engine.quant import QuantisedLinear, ScaledLinear, quantise, replace_weights
 from ..engine.tokenizer import Tokenizer
 
 __all__ = ["main", "run"]
@@ -76,8 +76,8 @@ def run(model: str | None, text: Path, tokens: int, kinds: Sequence[str], kv_dty
     for kind in kinds:
         if kind == "file" and not loaded.source.is_file():
             continue
-        decoder = _model(loaded, kind, len(ids))
-        scores = _score(decoder, ids, getattr(torch, kv_dtype))
+        decoder = _model(loaded, kind, len(ids), kv_dtype)
+        scores = _score(decoder, ids, kv_rows.element_type(kv_dtype))
         rows.append(
             {
                 "engine": "palimpsest",
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, metavar="N", default=512, help="of the text are read (%(default)s)")
     add(
         "--kv-dtype",
-        choices=("float32", "bfloat16", "int8"),
+        choices=("float32", "bfloat16", "int8", "fp8"),
         default="float32",
         help="of keys and values (%(default)s)",
     )
@@ -127,12 +127,13 @@ def _ids(text: Path, tokenizer: Tokenizer, count: int) -> list[int]:
     return list(ids)
 
 
-def _model(loaded: Checkpoint, kind: str, window: int) -> Decoder:
-    """A model of its own that shares the checkpoint's tensors where it can."""
+def _model(loaded: Checkpoint, kind: str, window: int, kv_dtype: str = "float32") -> Decoder:
+    """A model of its own that shares the checkpoint's tensors where it can. In fp8 it is run by plain torch."""
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     parameters = {name: tensor.to(dtype) for name, tensor in loaded.parameters.items()}
     config = loaded.config
-    ops = select("auto", dtype, torch.float32, config.head_dim, config.num_heads // config.num_kv_heads)
+    backend = "reference" if "fp8" in (kind, kv_dtype) else "auto"
+    ops = select(backend, dtype, torch.float32, config.head_dim, config.num_heads // config.num_kv_heads)
     model = Decoder.from_parameters(config, ops, parameters, window)
     model.requires_grad_(False)
     if kind == "file":
@@ -164,6 +165,7 @@ def _weight_bytes(model: Decoder) -> int:
     """Bytes of the linear layers and the head: what a decode step reads."""
     modules = list(model.modules())
     packed = sum(module.weight.nbytes for module in modules if isinstance(module, QuantisedLinear))
+    packed += sum(module.codes.nbytes + module.scales.nbytes for module in modules if isinstance(module, ScaledLinear))
     plain = sum(module.weight.nbytes for module in modules if isinstance(module, Linear))
     return packed + plain + (model.model.embed_tokens.weight.nbytes if model.lm_head is None else 0)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from . import kv_rows
+
 if TYPE_CHECKING:
     from .draw import Draw, Drawn
     from .ops import Spans
@@ -49,6 +51,12 @@ class Differentiable:
             raise ValueError("a quantised linear layer has no gradient; train the model with its native weights")
         return self._plain("quantised_linear", x, weight, bias)
 
+    def scaled_linear(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """As quantised_linear: for inference only."""
+        if _wants_gradient(x, bias):
+            raise ValueError("a quantised linear layer has no gradient; train the model with its native weights")
+        return self._plain("scaled_linear", x, codes, scales, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Differentiable in x and weight."""
         if _wants_gradient(x, weight):
@@ -68,13 +76,13 @@ class Differentiable:
         """Differentiable in query, key and value.
 
         The gradient passes through bfloat16 pages as if they did not round. Raises ValueError when a gradient is wanted
-        and the pages are int8, a span reads a slot that this batch does not write, or two rows write one slot.
+        and the pages have 8 bits, a span reads a slot that this batch does not write, or two rows write one slot.
         """
         inputs = query, key, value, key_pages, value_pages, slots, spans, scale
         if not _wants_gradient(query, key, value):
             return self._plain("attend", *inputs)
-        if key_pages.dtype == torch.int8:
-            raise ValueError("attention over int8 pages has no gradient; train the model with float32 or bfloat16 KV")
+        if key_pages.dtype in kv_rows.ROUNDED:
+            raise ValueError("attention over 8-bit pages has no gradient; train the model with float32 or bfloat16 KV")
         return _apply(_Attend, self, *inputs)
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from .json_fields import parse_object
 from .model_config import ModelConfig, parameter_shapes
 from .packed_weight import PackedWeight
 from .parallel import TensorParallel
+from .scaled_weight import ScaledWeight
 from .slab import Slab, trim_heap
 from .tensor_files import StoredTensor, find_tensors, write_tensors
 
@@ -67,7 +68,7 @@ class Checkpoint:
 
     config: ModelConfig
     parameters: dict[str, Tensor]
-    packed: dict[str, PackedWeight]
+    packed: dict[str, PackedWeight | ScaledWeight]
     folder: Path
     source: Path
     parallel: TensorParallel | None = None
@@ -84,7 +85,7 @@ def load(
     Raises CheckpointError, naming the file or tensor, for anything missing, superfluous, mis-shaped or damaged, and
     ConfigError for weights="file" of a folder, and for what cannot be split.
     """
-    from .quant import packed_kind, quantise_weight  # here, since it imports this module
+    from .quant import packed_kind, round_weight  # here, since it imports this module
 
     source = Path(path)
     if source.is_file():
@@ -101,8 +102,8 @@ def load(
     shapes = parameter_shapes(config)
     _check_names(folder, config, stored, shapes)
     slab = Slab()
-    packed = _packed_weights(source, config) if weights == "file" else {}
-    packed = {name: weight.moved(slab.copy) for name, weight in packed.items()}
+    of_file = _packed_weights(source, config) if weights == "file" else {}
+    packed: dict[str, PackedWeight | ScaledWeight] = {name: one.moved(slab.copy) for name, one in of_file.items()}
     parameters = {}
     for name, shape in shapes.items():
         if name in packed and name != EMBEDDING:
@@ -113,7 +114,7 @@ def load(
         if parallel is not None:
             tensor = slab.copy(parallel.cut(name, tensor))
         if kind is not None:
-            packed[name] = quantise_weight(tensor, kind).moved(slab.copy)
+            packed[name] = round_weight(tensor, kind).moved(slab.copy)
             trim_heap()
         if stays:
             parameters[name] = tensor

@@ -21,11 +21,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 DTYPES = ("float32", "bfloat16", "float64")
-KV_DTYPES = (*DTYPES, "int8")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
 ATTENTION = ("auto", "triton", "cuda", "flashinfer")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
-WEIGHTS = ("native", *QUANTISED, "file")
+WEIGHTS = ("native", *QUANTISED, "fp8", "file")
 MEMORY_KV = ("exact", "carried")
 ROPE_TYPES = ("linear", "llama3", "yarn")
 
@@ -101,12 +101,14 @@ class EngineConfig:
 
     dtype: element type of the parameters. With "bfloat16" activations and sums stay float32.
     weights: how linear layers keep their weights: "native" is `dtype`; "int8" (a scale per row), "int8-gN" and
-    "int4-gN" (a scale per N neighbours, "int4" is "int4-g32") round them when the model is loaded; "file" takes the
-    integers of a GGUF file as they are. Other than "native" is for inference only.
+    "int4-gN" (a scale per N neighbours, "int4" is "int4-g32") round them when the model is loaded, and so does "fp8"
+    (e4m3, a scale per row); "file" takes the integers of a GGUF file as they are. A GPU takes "native", "int8" and
+    "fp8", a CPU all but "fp8". Other than "native" is for inference only.
     kv_dtype: element type of the KV pages; None means that of the activations. "int8" rounds each token's key and value
-    of each head to 8 bits with a float32 scale of its own, and is for inference only.
+    of each head to 8 bits with a float32 scale of its own, on a CPU; "fp8" rounds them to e4m3 without a scale, at most
+    448, on a GPU. Both are for inference only.
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
-    "triton" those of an NVIDIA GPU (for now without quantised weights and int8 KV), or an error.
+    "triton" those of an NVIDIA GPU, or an error.
     attention: on a GPU, the kernels of attention: "triton", "cuda" (C++ for single rows, which must be built),
     "flashinfer" (the package, with bfloat16 KV, for inference), or "auto", "cuda" where it can run and else "triton".
     exact: on a GPU, only kernels in which a row's bits do not depend on what else is computed at the same time, so that

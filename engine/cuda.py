@@ -43,7 +43,7 @@ def gemv(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) 
     """float32 [1 to 8, in], bfloat16, int8 or float8_e4m3fn [out, in], float32 [out], [out] -> float32 [rows, out].
 
     x is rounded to bfloat16, sums are float32: y = x (W * scales)^T + b. `fits_gemv` must hold.
-    Twins: reference.linear and triton_kernels.linear.dequantised_linear.
+    Twins: reference.linear and reference.scaled_linear.
     """
     rows, size = x.shape
     out = torch.empty(rows, len(weight), dtype=torch.float32, device=x.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import checkpoint
+from . import checkpoint, kv_rows
 from .acceptance import Acceptance, StepCost
 from .carried import Carried
 from .config import EngineConfig, SamplingParams
@@ -27,7 +27,7 @@ from .kv_cache import PagePool
 from .memory import explained, pool_pages
 from .model import Decoder
 from .model_config import ModelConfig
-from .ops import select
+from .ops import require_kinds, select
 from .parallel import whole_parameters
 from .prompt import Prompt, pair_with_params, prompt_ids, segments_of
 from .quant import replace_weights
@@ -70,6 +70,7 @@ class Engine:
         self.config = config = EngineConfig() if config is None else config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        require_kinds(config.backend, config.weights, config.kv_dtype)
         dtype = getattr(torch, config.dtype)
         kv_dtype = _kv_dtype(config)
         if process_group is not None and dist.get_world_size(process_group) == 1:
@@ -96,10 +97,6 @@ class Engine:
         )  # fmt: skip
         self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window, loaded.packed)
         self.model.requires_grad_(False)
-        if ops.backend == "triton" and config.weights != "native":
-            raise ConfigError(
-                f"backend='triton' does not run weights={config.weights!r} yet; use weights='native' or backend='cpu'"
-            )
         replace_weights(self.model, loaded.packed)
         with explained("the model", ops.device, "use dtype='bfloat16', or split it over ranks (process_group)"):
             self.model.to(ops.device)
@@ -157,7 +154,7 @@ class Engine:
         stay when it has finished, until another prompt carries its KV on, it is aborted, or the pages are needed.
         carried: such KV for a part of this prompt, approximate; what was lost meanwhile is computed. Raises
         RequestError if it can never be served, WindowError if it is too long for that, ConfigError for carried KV where
-        KV is int8.
+        KV has 8 bits.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -342,10 +339,10 @@ class Engine:
 
     def require_carriable(self) -> None:
         """Raises ConfigError where KV can't be moved to other positions."""
-        if self.config.kv_dtype == "int8":
+        if self.config.kv_dtype in ("int8", "fp8"):
             raise ConfigError(
-                "KV in int8 can't be carried to other positions: its keys would be rounded twice; use "
-                "kv_dtype='float32' or 'bfloat16', or memory_kv='exact'"
+                f"KV in {self.config.kv_dtype} can't be carried to other positions: its keys would be rounded twice; "
+                "use kv_dtype='float32' or 'bfloat16', or memory_kv='exact'"
             )
 
     def _end(self, sequence: Sequence, reported: bool) -> None:
@@ -473,14 +470,13 @@ def _weight_bits(config: EngineConfig) -> int:
     if config.weights == "native":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return 8 * dtype.itemsize
-    return 8 if config.weights.startswith("int8") else 4
+    return 8 if config.weights.startswith(("int8", "fp8")) else 4
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:
     """Element type of the pages: by default that of the activations."""
     if config.kv_dtype is not None:
-        dtype: torch.dtype = getattr(torch, config.kv_dtype)
-        return dtype
+        return kv_rows.element_type(config.kv_dtype)
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 

@@ -19,7 +19,11 @@ from .draw import Draw, Drawn
 from .errors import ConfigError
 from .packed_weight import PackedWeight
 
-__all__ = ["Ops", "Spans", "select"]
+__all__ = ["Ops", "Spans", "require_kinds", "select"]
+
+GPU_WEIGHTS = ("native", "int8", "fp8")
+FLOAT8_CAPABILITY = (8, 9)
+INSTEAD_OF_FLOAT8 = {"weights": "int8", "kv_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,12 @@ class Ops(Protocol):
         then the bias. Every other operation is rounded to x's dtype, one by one.
         """
 
+    def scaled_linear(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, in], int8 or float8_e4m3fn [out, in], float32 [out], [out] -> [T, out] = b(x) (codes * scales)^T + bias.
+
+        b rounds x to bfloat16, which holds every code exactly. On a GPU, and in plain torch.
+        """
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., n], [n] -> x / sqrt(mean(x^2) + eps) * weight over the last axis (RMSNorm, arXiv 1910.07467, eq. 4)."""
 
@@ -84,9 +94,10 @@ class Ops(Protocol):
 
         query [T, heads, head_dim], key and value [T, kv_heads, head_dim], pages [pages, kv_heads, page_size, columns]
         twice, slots int64 [T] -> [T, heads, head_dim]. slot = page * page_size + offset; writing casts to the pages'
-        dtype, or rounds to int8 with a scale per token and head (kv_rows.py says how and what `columns` is).
+        dtype, or rounds to int8 or e4m3 (kv_rows.py says how and what `columns` is).
         softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head
-        h // (heads / kv_heads). With gradients, spans may read only slots that this batch writes, and int8 is refused.
+        h // (heads / kv_heads). With gradients, spans may read only slots that this batch writes, and 8 bits
+        are refused.
         """
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -110,6 +121,34 @@ class _Selected:
         self.__dict__.update({name: getattr(functions, name) for name in OP_NAMES})
 
 
+def require_kinds(backend: str, weights: str, kv_dtype: str | None) -> None:
+    """Refuse what an engine's kernels do not take, before its model is read. The arguments are those of EngineConfig.
+
+    Raises ConfigError.
+    """
+    on_gpu = _on_gpu(backend)
+    if on_gpu and weights not in GPU_WEIGHTS:
+        raise ConfigError(
+            f"backend='triton' does not run weights={weights!r}; use {', '.join(map(repr, GPU_WEIGHTS))}, or "
+            "backend='cpu'"
+        )
+    for name, value in (("weights", weights), ("kv_dtype", kv_dtype)):
+        if value != "fp8" or backend == "reference":
+            continue
+        instead = f"{name}={INSTEAD_OF_FLOAT8[name]!r}"
+        if not on_gpu:
+            raise ConfigError(f"{name}='fp8' is for NVIDIA GPUs, and this engine has none; use {instead}")
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
+            raise ConfigError(
+                f"{name}='fp8' needs compute capability 8.9 (Ada) or later, and {torch.cuda.get_device_name()} has "
+                f"{'.'.join(map(str, torch.cuda.get_device_capability()))}; use {instead}"
+            )
+
+
+def _on_gpu(backend: str) -> bool:
+    return backend == "triton" or (backend == "auto" and torch.cuda.is_available())
+
+
 def select(
     backend: str, parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int, attention: str = "auto",
     *, exact: bool = False,
@@ -123,7 +162,7 @@ def select(
     or exactness that the backend does not have.
     """
     cpu_only = torch.device("cpu")
-    if backend == "triton" or (backend == "auto" and torch.cuda.is_available()):
+    if _on_gpu(backend):
         return _triton(parameters, pages, head_dim, attention, exact)
     if attention != "auto":
         raise ConfigError(
@@ -152,9 +191,13 @@ def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, attentio
             "backend='cpu'"
         ) from error
     device = triton_ops.device()
-    for what, dtype in (("parameters", parameters), ("KV pages", pages)):
-        if dtype not in triton_ops.DTYPES:
-            raise ConfigError(f"backend='triton' takes float32 and bfloat16 {what}, not {dtype}; choose one of them")
+    for what, dtype, known in (
+        ("parameters", parameters, triton_ops.DTYPES),
+        ("KV pages", pages, triton_ops.KV_DTYPES),
+    ):
+        if dtype not in known:
+            names = ", ".join(str(one).removeprefix("torch.") for one in known)
+            raise ConfigError(f"backend='triton' takes {what} of {names}, not {dtype}; choose one of them")
     flash = None
     if attention == "flashinfer":
         if exact:

@@ -2,7 +2,8 @@
 
 Kinds: "int8" has one scale per row; "int8-gN" and "int4-gN" one per N = 32, 64 or 128 neighbours on the `in` axis;
 "int4" is "int4-g32". Embedding, norms and biases stay as they are. Activations are rounded to int8 per row and group of
-32 (`ops.quantised_linear`).
+32 (`ops.quantised_linear`). A GPU reads "int8" and "fp8" (e4m3, one scale per row) as scaled_weight.py has them, and
+keeps activations in bfloat16 (`ops.scaled_linear`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ from .config import QUANTISED
 from .errors import CheckpointError, ConfigError
 from .model import Decoder, Linear
 from .model_config import ModelConfig
-from .ops import Ops
+from .ops import Ops, require_kinds
 from .packed_weight import PackedWeight
+from .scaled_weight import ScaledWeight
 
-__all__ = ["HEAD_KIND", "QuantisedLinear", "packed_kind", "quantise", "quantise_weight", "replace_weights"]
+__all__ = [
+    "HEAD_KIND",
+    "QuantisedLinear",
+    "ScaledLinear",
+    "packed_kind",
+    "quantise",
+    "quantise_weight",
+    "replace_weights",
+    "round_weight",
+]
 
 HEAD_KIND = "int8-g32"
+KINDS = (*QUANTISED, "fp8")
 RANGES = {8: (-127, 127), 4: (-8, 7)}  # of codes, by bits
 INT4_ENDS = (-8.0, -7.2, -9.0)
 BLOCK = 1 << 20  # weights rounded at once: bounds the temporaries
@@ -43,30 +55,49 @@ class QuantisedLinear(nn.Module):
         return self.ops.quantised_linear(x, self.weight, self.bias)
 
 
+class ScaledLinear(nn.Module):
+    """y = x W^T (+ b) with 8-bit codes and a scale per row."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: ScaledWeight, bias: Tensor | None, ops: Ops) -> None:
+        super().__init__()
+        self.bias, self.ops = bias, ops
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scales", weight.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return self.ops.scaled_linear(x, self.codes, self.scales, self.bias)
+
+
 def quantise(model: Decoder, kind: str) -> None:
     """Round the weights of all linear layers to `kind`, layer by layer, and let go of the originals.
 
     The head is rounded to HEAD_KIND with the int4 kinds; a tied head gets a packed copy of the embedding.
-    Raises ConfigError for an unknown kind, CheckpointError for weights that are not finite.
+    Raises ConfigError for an unknown kind and for one that the model's kernels do not take, CheckpointError for weights
+    that are not finite.
     """
-    if kind not in QUANTISED:
-        raise ConfigError(f"there is no kind of weights {kind!r} to quantise to; choose from {', '.join(QUANTISED)}")
+    if kind not in KINDS:
+        raise ConfigError(f"there is no kind of weights {kind!r} to quantise to; choose from {', '.join(KINDS)}")
+    require_kinds(model.ops.backend, kind, None)
     for name in _linear_names(model):
         chosen = packed_kind(name, model.config, kind)
         if chosen is not None:
-            replace_weights(model, {name: quantise_weight(model.get_parameter(name), chosen)})
+            replace_weights(model, {name: round_weight(model.get_parameter(name), chosen)})
 
 
 def packed_kind(name: str, config: ModelConfig, weights: str) -> str | None:
     """What a parameter is rounded to with EngineConfig.weights = `weights`; None when it stays as it is."""
-    if weights not in QUANTISED:
+    if weights not in KINDS:
         return None
     if name == HEAD or (name == EMBEDDING and config.tie_embeddings):
         return HEAD_KIND if weights.startswith("int4") else weights
     return weights if name.endswith("_proj.weight") else None
 
 
-def replace_weights(model: Decoder, packed: Mapping[str, PackedWeight]) -> None:
+def replace_weights(model: Decoder, packed: Mapping[str, PackedWeight | ScaledWeight]) -> None:
     """Put packed weights in the place of those of linear layers, by their checkpoint names.
 
     That of the embedding becomes the head of a model whose head is tied. Raises CheckpointError for other names.
@@ -78,13 +109,25 @@ def replace_weights(model: Decoder, packed: Mapping[str, PackedWeight]) -> None:
         path = "lm_head" if name == EMBEDDING else name.removesuffix(".weight")
         parent = model.get_submodule(path.rpartition(".")[0])
         old = getattr(parent, path.rpartition(".")[2])
-        setattr(parent, path.rpartition(".")[2], QuantisedLinear(weight, None if old is None else old.bias, model.ops))
+        bias = None if old is None else old.bias
+        if isinstance(weight, PackedWeight) and model.ops.backend == "triton":
+            weight = ScaledWeight.of_packed(weight)
+        setattr(parent, path.rpartition(".")[2], _linear(weight, bias, model.ops))
+
+
+def _linear(weight: PackedWeight | ScaledWeight, bias: Tensor | None, ops: Ops) -> QuantisedLinear | ScaledLinear:
+    return ScaledLinear(weight, bias, ops) if isinstance(weight, ScaledWeight) else QuantisedLinear(weight, bias, ops)
 
 
 def _linear_names(model: Decoder) -> list[str]:
     """The checkpoint's names of the linear layers' weights; the embedding when it is the head too."""
     names = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Linear)]
     return [*names, EMBEDDING] if model.lm_head is None else names
+
+
+def round_weight(weight: Tensor, kind: str) -> PackedWeight | ScaledWeight:
+    """Round [out, in] to a kind of EngineConfig.weights. Raises CheckpointError for weights that are not finite."""
+    return ScaledWeight.float8(weight) if kind == "fp8" else quantise_weight(weight, kind)
 
 
 def quantise_weight(weight: Tensor, kind: str) -> PackedWeight:

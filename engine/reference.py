@@ -29,6 +29,7 @@ __all__ = [
     "quantised_linear",
     "rms_norm",
     "rotate",
+    "scaled_linear",
     "silu_product",
     "token_scores",
     "token_scores_grad",
@@ -66,6 +67,12 @@ def quantised_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Te
     return total if bias is None else total + bias.to(x.dtype)
 
 
+def scaled_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """See ops.Ops.scaled_linear."""
+    out = (x.bfloat16().to(x.dtype) @ codes.to(x.dtype).t()) * scales.to(x.dtype)
+    return out if bias is None else out + bias.to(x.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     return x * scale * weight.to(x.dtype)
@@ -90,8 +97,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """See ops.Ops.attend."""
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if wants_gradient and key_pages.dtype == torch.int8:
-        raise ValueError("attention over int8 pages has no gradient; train the model with float32 or bfloat16 KV")
+    if wants_gradient and key_pages.dtype in kv_rows.ROUNDED:
+        raise ValueError("attention over 8-bit pages has no gradient; train the model with float32 or bfloat16 KV")
     write_kv(key.detach(), value.detach(), key_pages, value_pages, slots)
     if wants_gradient:
         # Autograd follows keys and values through a copy of the pages.

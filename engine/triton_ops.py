@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["TritonKernels", "device"]
 
 DTYPES = (torch.float32, torch.bfloat16)
+KV_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 LEAST_CAPABILITY = (8, 0)
 # Rows per span below which the tiles of the context go to programs of their own.
 FEW_ROWS = 64
@@ -98,8 +99,14 @@ class TritonKernels:
         return products.linear(x, weight, bias)
 
     def quantised_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        """Not there yet: the engine refuses such a model."""
+        """Not there: ops.require_kinds refuses such weights, and quant.py gives others their form for a GPU."""
         raise NotImplementedError("the Triton kernels do not take packed weights")
+
+    def scaled_linear(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """See ops.Ops.scaled_linear."""
+        if self._few_rows_by_cuda and cuda.fits_gemv(x, codes):
+            return cuda.gemv(x, codes, scales, bias)
+        return products.scaled_linear(x, codes, scales, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)

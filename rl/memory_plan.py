@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine import kv_rows
 from ..engine.config import EngineConfig
 from ..engine.errors import ConfigError
 from ..engine.memory import available_bytes
@@ -57,7 +58,7 @@ def plan_memory(
     """
     available = int(SLACK * available_bytes(torch.device("cpu"))) if available is None else available
     parts = _parts(model, engine, config, adapters, ranks)
-    kv_dtype = getattr(torch, engine.kv_dtype or ("float64" if engine.dtype == "float64" else "float32"))
+    kv_dtype = kv_rows.element_type(engine.kv_dtype or ("float64" if engine.dtype == "float64" else "float32"))
     page = page_bytes(model, engine.page_size, kv_dtype)
     window = -(-(engine.max_context or model.max_position) // engine.page_size) * page
     left = available - sum(parts.values())

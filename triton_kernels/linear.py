@@ -2,7 +2,7 @@
 
 An output is one chain of products over rising blocks of BLOCK_K; how many rows a program takes changes which outputs
 share it, not the chain. No split over k, no atomics. W is read in the checkpoint's own [out, in] layout; weight-only
-int8 and e4m3 have a scale per row. Twins: reference.linear, and `dequantised_linear` for the weight-only form.
+int8 and e4m3 have a scale per row. Twins: reference.linear and reference.scaled_linear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .arithmetic import dot, narrow
 from .tuning import linear_blocks
 
-__all__ = ["dequantised_linear", "linear", "scaled_linear"]
+__all__ = ["linear", "scaled_linear"]
 
 
 @triton.jit
@@ -62,15 +62,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def scaled_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """[T, in], int8 or float8_e4m3fn [out, in], float32 [out], [out] -> float32 [T, out] = x (W * scales)^T + b.
 
-    x is rounded to bfloat16, which holds every code exactly. Twin: dequantised_linear.
+    x is rounded to bfloat16, which holds every code exactly.
     """
     return _launch(x, weight, scales, bias)
-
-
-def dequantised_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """scaled_linear in plain torch."""
-    out = (x.bfloat16().to(x.dtype) @ weight.to(x.dtype).t()) * scales.to(x.dtype)
-    return out if bias is None else out + bias.to(x.dtype)
 
 
 def _launch(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@
 // row, and several of them before it needs the first. x lies in shared memory, a tile of columns at a time.
 // Exactness: a lane adds its products in the order of rising columns, and a fixed tree adds the 32 lanes. Neither
 // depends on the number of rows, of blocks or of columns per tile.
-// Twins: engine/reference.py linear; triton_kernels/linear.py dequantised_linear.
+// Twins: engine/reference.py linear and scaled_linear.
 #include <cuda_bf16.h>
 
 #include "kernels.h"

@@ -77,16 +77,14 @@ def test_a_machine_without_a_gpu_has_no_devices() -> None:
 @pytest.mark.parametrize("dtype", cuda.WEIGHT_TYPES)
 @pytest.mark.parametrize(("rows", "size", "outputs"), [(1, 16, 1), (3, 4112, 33), (8, 9008, 70)])
 def test_gemv(dtype: torch.dtype, rows: int, size: int, outputs: int) -> None:
-    from palimpsest.triton_kernels.linear import dequantised_linear
-
     torch.manual_seed(1)
     x = torch.randn(rows, size + 4, device="cuda")[:, :size]
     weight = (torch.randn(outputs, size, device="cuda") * (30 if dtype == torch.int8 else 1)).to(dtype)
     scales = None if dtype == torch.bfloat16 else torch.rand(outputs, device="cuda")
     bias = torch.randn(outputs, device="cuda")
     factors = torch.ones(outputs, device="cuda") if scales is None else scales
-    plain = dequantised_linear(x, weight.float(), factors, bias)
-    exact = dequantised_linear(x.double(), weight.double(), factors, bias)
+    plain = reference.scaled_linear(x, weight.float(), factors, bias)
+    exact = reference.scaled_linear(x.double(), weight.double(), factors, bias)
     ours = cuda.gemv(x, weight, scales, bias)
     assert_as_exact_as_torch(ours.cpu(), plain.cpu(), exact.cpu())
     alone = cuda.gemv(x[-1:], weight, scales, bias)

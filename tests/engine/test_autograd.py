@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from palimpsest.engine import checkpoint, cpu, cpu_backward, reference
+from palimpsest.engine import checkpoint, cpu, cpu_backward, kv_rows, reference
 from palimpsest.engine.autograd import Differentiable
 from palimpsest.engine.model import Batch, Decoder, KVPages
 from palimpsest.engine.ops import Ops, Spans, select
@@ -169,11 +169,13 @@ def attend_with(ops: Any, kv_dtype: torch.dtype) -> Callable[..., Tensor]:
     return attend
 
 
-@pytest.mark.parametrize("ops", [KERNELS, reference])
-def test_int8_pages_have_no_gradient(ops: Any) -> None:
-    pages = [torch.zeros(4, 1, 3, 8, dtype=torch.int8) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("ops", "dtype"), [(KERNELS, torch.int8), (reference, torch.int8), (reference, torch.float8_e4m3fn)]
+)
+def test_8_bit_pages_have_no_gradient(ops: Any, dtype: torch.dtype) -> None:
+    pages = [torch.zeros(4, 1, 3, kv_rows.columns(4, dtype), dtype=dtype) for _ in range(2)]
     inputs = attention_inputs(torch.float32)
-    with pytest.raises(ValueError, match="int8 pages has no gradient"):
+    with pytest.raises(ValueError, match="8-bit pages has no gradient"):
         ops.attend(*inputs, *pages, SLOTS, SPANS, 0.5)
     with torch.no_grad():
         assert ops.attend(*inputs, *pages, SLOTS, SPANS, 0.5).isfinite().all()

@@ -170,8 +170,9 @@ def test_refusals(model: Path, tmp_path: Path) -> None:
     engine.abort_all()
     engine.step()
     rest(engine)
-    with pytest.raises(ConfigError, match="int8"):
-        MemoryAgent(make(model, kv_dtype="int8"), CONFIG)
+    for options in ({"kv_dtype": "int8"}, {"kv_dtype": "fp8", "backend": "reference"}):
+        with pytest.raises(ConfigError, match=f"KV in {options['kv_dtype']} can't be carried"):
+            MemoryAgent(make(model, **options), CONFIG)
     with pytest.raises(TraceError, match="can't be resumed"):
         traced(MemoryAgent(engine, CONFIG), STORY, QUESTION, tmp_path / "trace", resume=True)
 

@@ -10,14 +10,15 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from palimpsest import ConfigError, Engine, EngineConfig, RequestError, SamplingParams
-from palimpsest.engine import checkpoint
+from palimpsest.engine import checkpoint, kv_rows
 from palimpsest.engine.config import QUANTISED
 from palimpsest.engine.errors import CheckpointError
 from palimpsest.engine.layer_stack import LayerStack
 from palimpsest.engine.model import Batch, Decoder, Linear
 from palimpsest.engine.ops import Spans, select
 from palimpsest.engine.packed_weight import PackedWeight
-from palimpsest.engine.quant import QuantisedLinear, quantise, quantise_weight, replace_weights
+from palimpsest.engine.quant import QuantisedLinear, quantise, quantise_weight, replace_weights, round_weight
+from palimpsest.engine.scaled_weight import ScaledWeight
 from palimpsest.tests.engine.test_gguf import write_gguf
 from palimpsest.tests.tiny_models import make_model_folder
 
@@ -74,6 +75,31 @@ def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_is_refused() -> None:
             damaged[1, 7] = bad
             with pytest.raises(CheckpointError, match="not finite"):
                 quantise_weight(damaged, kind)
+
+
+def test_fp8_is_the_nearest_code_and_the_largest_of_a_row_is_kept() -> None:
+    weight = torch.randn(40, 64) * torch.logspace(-3, 3, 40).unsqueeze(1)
+    weight[3] = 0
+    rounded = round_weight(weight, "fp8")
+    values = rounded.codes.float() * rounded.scales[:, None]
+    # Three bits of fraction; below 2^-6 of scale the steps are 2^-9.
+    assert ((values - weight).abs() <= weight.abs() / 16 * 1.001 + rounded.scales[:, None] * 2**-10).all()
+    assert torch.allclose(values.abs().amax(dim=1), weight.abs().amax(dim=1)) and not values[3].any()
+    with pytest.raises(CheckpointError, match="not finite"):
+        round_weight(torch.full((2, 32), torch.nan), "fp8")
+
+
+def test_fp8_kv_is_held_to_what_e4m3_can_be() -> None:
+    rows = kv_rows.pack(torch.tensor([[500.0, -1e6, 3.1, 0.0, torch.nan]]), torch.float8_e4m3fn)
+    read = kv_rows.unpack(rows, torch.float32)
+    assert read[0, :4].tolist() == [448.0, -448.0, 3.0, 0.0] and read[0, 4].isnan()
+    assert kv_rows.columns(64, rows.dtype) == 64
+
+
+def test_int8_for_a_gpu_has_the_same_numbers() -> None:
+    packed = quantise_weight(torch.randn(20, 50), "int8")
+    rows = ScaledWeight.of_packed(packed)
+    assert torch.equal(rows.codes.float() * rows.scales[:, None], packed.dequantise())
 
 
 def load(folder: Path) -> Decoder:

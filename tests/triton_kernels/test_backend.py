@@ -10,10 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from palimpsest import AgentConfig, ConfigError, Engine, EngineConfig, MemoryAgent, SamplingParams
-from palimpsest.engine import triton_ops
+from palimpsest.engine import checkpoint, cuda, kv_rows, reference, triton_ops
 from palimpsest.engine.acceptance import Acceptance
 from palimpsest.engine.draft import Drafter
 from palimpsest.engine.ops import select
+from palimpsest.engine.quant import replace_weights
+from palimpsest.engine.runner import page_bytes
+from palimpsest.engine.scaled_weight import ScaledWeight
 from palimpsest.rl.trajectory import Trajectory
 from palimpsest.tests.rl.test_trainer import (
     DOCUMENTS,
@@ -43,12 +46,68 @@ def test_the_ids_are_those_of_plain_torch(tmp_path: Path) -> None:
 
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, "qwen2")
-    with pytest.raises(ConfigError, match="weights='int8' yet"):
-        Engine(folder, EngineConfig(backend="triton", weights="int8"))
+    with pytest.raises(ConfigError, match="does not run weights='int4'; use 'native', 'int8', 'fp8', or"):
+        Engine(folder, EngineConfig(backend="triton", weights="int4"))
+    with pytest.raises(ConfigError, match="KV pages of float32, bfloat16, float8_e4m3fn, not"):
+        Engine(folder, EngineConfig(backend="triton", kv_dtype="int8"))
     with pytest.raises(ConfigError, match="float64"):
         Engine(folder, EngineConfig(backend="triton", dtype="float64"))
     with pytest.raises(ConfigError, match="attention='cuda' cannot run here"):
         Engine(folder, EngineConfig(backend="triton", attention="cuda"))
+
+
+@pytest.mark.parametrize(("weights", "kv_dtype"), [("fp8", "fp8"), ("int8", "bfloat16")])
+def test_eight_bits(tmp_path: Path, weights: str, kv_dtype: str) -> None:
+    folder = make_model_folder(tmp_path, "qwen2", tie_word_embeddings=weights == "int8")
+    options = {"kv_dtype": kv_dtype, "kv_bytes": 2**20, "max_step_tokens": 64}
+    ours = Engine(folder, EngineConfig(backend="triton", weights=weights, **options))
+    twin = Engine(folder, EngineConfig(backend="reference", **options))
+    packed = checkpoint.load(folder, torch.float32, weights).packed
+    in_rows = {n: p if isinstance(p, ScaledWeight) else ScaledWeight.of_packed(p) for n, p in packed.items()}
+    replace_weights(twin.model, in_rows)
+    twin.runner.refresh()
+    bytes_per_page = page_bytes(ours.model.config, 16, kv_rows.element_type(kv_dtype))
+    assert len(ours.runner.pages[0].key) == 2**20 // bytes_per_page
+    assert sum(p.key.nbytes + p.value.nbytes for p in ours.runner.pages) == 2**20 // bytes_per_page * bytes_per_page
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=True)
+    (one,), (other,) = (engine.generate([list(range(3, 15))], params) for engine in (ours, twin))
+    assert one.token_ids == other.token_ids
+    assert one.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=0.02)  # weights of attention in bfloat16
+
+
+def test_few_rows_of_eight_bits_go_to_the_gpu_s_own_kernel_but_not_in_exact_mode(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    taken = []
+
+    def gemv(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: None) -> torch.Tensor:
+        taken.append(len(x))
+        return reference.scaled_linear(x, codes, scales, bias)
+
+    monkeypatch.setattr(triton_ops, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(cuda, "gemv", gemv)
+    codes, scales = torch.randint(-127, 128, (5, 32), device=device).to(torch.int8), torch.rand(5, device=device)
+    for exact in (False, True):
+        ops = triton_ops.TritonKernels(exact=exact)
+        for rows in (1, 8, 9):
+            x = torch.randn(rows, 32, device=device)
+            expected = reference.scaled_linear(x, codes, scales, None)
+            assert torch.allclose(ops.scaled_linear(x, codes, scales, None), expected, rtol=1e-4, atol=1e-3)
+    assert taken == [1, 8]
+
+
+def test_fp8_needs_a_gpu_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model_folder(tmp_path, "qwen2")
+    for name, instead in (("weights", "int8"), ("kv_dtype", "bfloat16")):
+        with pytest.raises(ConfigError, match=f"{name}='fp8' is for NVIDIA GPUs.*use {name}='{instead}'"):
+            Engine(folder, EngineConfig(backend="cpu", **{name: "fp8"}))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+            patch.setattr(torch.cuda, "get_device_name", lambda: "Old")
+            with pytest.raises(ConfigError, match=f"{name}='fp8' needs .* 8.9 .*Old has 8.0; use {name}"):
+                Engine(folder, EngineConfig(backend="triton", **{name: "fp8"}))
 
 
 @pytest.mark.parametrize(
