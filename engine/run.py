@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from itertools import islice
 
 from .sampler import Sampled, SampleRow
 from .step import Span, SpanResult
 
-__all__ = ["Run", "tile"]
+__all__ = ["HEAD_TILE", "Rounds", "Run"]
+
+# Rows that go through the head at once: bounds the [rows, vocabulary] logits. Of drafts few at first and twice as many
+# each time: most that are wrong are so early.
+HEAD_TILE, FIRST_TILE = 64, 8
 
 
 class Run:
@@ -75,7 +80,32 @@ class Run:
         )
 
 
-def tile(runs: list[Run], most: int) -> list[tuple[Run, int]]:
-    """Runs that are not over and how many rows to draw from for each, `most` rows in all: a fair share for each run."""
-    share = max(1, most // len(runs))
-    return [(run, min(share, run.left)) for run in runs[:most]]
+class Rounds:
+    """Some runs, a tile of rows at a time; rows behind one that gave another token than foreseen are never drawn from.
+
+    rows: of the batch, rising, to draw from in this round; none when all runs are over.
+    """
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self._live, self._most = list(runs), FIRST_TILE
+        self._deal()
+
+    def sample_rows(self) -> list[SampleRow]:
+        """What the rows need to become tokens."""
+        return [row for run, count in self._parts for row in run.sample_rows(count)]
+
+    def take(self, drawn: Iterable[Sampled]) -> None:
+        """Give the runs the tokens of the rows, and go on to the next round."""
+        tokens = iter(drawn)
+        for run, count in self._parts:
+            run.take(islice(tokens, count))
+        self._live = [run for run in self._live if not run.over]
+        self._most *= 2
+        self._deal()
+
+    def _deal(self) -> None:
+        """A fair share of a tile's rows for each run."""
+        most = min(max(self._most, len(self._live)), HEAD_TILE)
+        share = max(1, most // max(1, len(self._live)))
+        self._parts = [(run, min(share, run.left)) for run in self._live[:most]]
+        self.rows = [row for run, count in self._parts for row in run.rows(count)]

@@ -70,6 +70,11 @@ class Step:
     spans: tuple[Span, ...]
     moves: tuple[KVMove, ...] = ()
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.copies or self.spans or self.moves)
+
 
 @dataclass(frozen=True)
 class SpanResult:

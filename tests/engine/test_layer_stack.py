@@ -12,8 +12,11 @@ import torch
 from palimpsest import Engine, EngineConfig, SamplingParams
 from palimpsest.engine import kv_rows
 from palimpsest.engine.layer_stack import LayerStack
+from palimpsest.engine.model import Batch
+from palimpsest.engine.runner import Runner
 from palimpsest.engine.sequence import Sequence
 from palimpsest.engine.step import Span, Step
+from palimpsest.engine.step_inputs import StepInputs
 from palimpsest.tests.tiny_models import make_model_folder
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -37,6 +40,11 @@ def step_of(engine: Engine, lengths: list[int], cached: int, shared: int = 0) ->
     return Step((), tuple(spans))
 
 
+def batch_of(runner: Runner, spans: tuple[Span, ...]) -> Batch:
+    inputs = StepInputs.pack(spans, runner.page_size)
+    return inputs.views(inputs.host())[0]
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "int8")],
@@ -58,7 +66,7 @@ def test_one_call_is_op_by_op(
                 layer.key[:] = kv_rows.pack(torch.full(shape, 0.25), layer.key.dtype)
                 layer.value[:] = kv_rows.pack(torch.full(shape, -0.5), layer.value.dtype)
             with torch.inference_mode():
-                hidden = run(runner._batch(step_of(engine, lengths, cached).spans))
+                hidden = run(batch_of(runner, step_of(engine, lengths, cached).spans))
             results.append((hidden, [(layer.key.clone(), layer.value.clone()) for layer in runner.pages]))
         (expected, expected_pages), (given, given_pages) = results
         assert torch.equal(given, expected)
@@ -68,7 +76,7 @@ def test_one_call_is_op_by_op(
 
 def test_one_thread_is_two(tmp_path: Path) -> None:
     engine = Engine(make_model_folder(tmp_path, "llama"), EngineConfig(kv_bytes=1 << 23, backend="cpu"))
-    batch = engine.runner._batch(step_of(engine, [200, 1, 1, 30], 5).spans)
+    batch = batch_of(engine.runner, step_of(engine, [200, 1, 1, 30], 5).spans)
     threads, hidden = torch.get_num_threads(), []
     try:
         for count in (1, 2):
@@ -92,7 +100,7 @@ def test_a_group_is_each_of_its_sequences_alone(tmp_path: Path) -> None:
             layer.key.normal_(generator=torch.Generator().manual_seed(1))
             layer.value.normal_(generator=torch.Generator().manual_seed(2))
         with torch.inference_mode():
-            results.append(torch.cat([runner.run_layers(runner._batch(tuple(batch))) for batch in batches]))
+            results.append(torch.cat([runner.run_layers(batch_of(runner, tuple(batch))) for batch in batches]))
     assert torch.equal(*results)
 
 
