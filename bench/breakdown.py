@@ -63,8 +63,9 @@ class Breakdown:
         owners = [module for module in runner.model.modules() if hasattr(module, "ops")]
         originals = [module.ops for module in owners]
         clocks = {id(ops): _Clocked(ops, self) for ops in originals}
-        run_layers = runner.run_layers
+        run_layers, graphs = runner.run_layers, runner.graphs
         try:
+            runner.graphs = None  # a replay calls no op
             for module, ops in zip(owners, originals, strict=True):
                 module.ops = clocks[id(ops)]  # type: ignore[assignment]
             runner.run_layers = (
@@ -72,7 +73,7 @@ class Breakdown:
             )
             yield
         finally:
-            runner.run_layers = run_layers
+            runner.run_layers, runner.graphs = run_layers, graphs
             for module, ops in zip(owners, originals, strict=True):
                 module.ops = ops
 

@@ -113,6 +113,8 @@ class EngineConfig:
     "flashinfer" (the package, with bfloat16 KV, for inference), or "auto", "cuda" where it can run and else "triton".
     exact: on a GPU, only kernels in which a row's bits do not depend on what else is computed at the same time, so that
     drafts, batches and cut prompts change nothing. The CPU kernels are always so.
+    graphs: on a GPU, replay small steps as CUDA graphs, which are recorded when the engine is made: the same results
+    where kernels are exact, sooner. Not with FlashInfer, adapters or several ranks.
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.
@@ -134,6 +136,7 @@ class EngineConfig:
     backend: str = "auto"
     attention: str = "auto"
     exact: bool = False
+    graphs: bool = True
     page_size: int = 16
     kv_bytes: int | None = None
     kv_share: float = 0.3
@@ -155,6 +158,7 @@ class EngineConfig:
         _require_choice("EngineConfig", "backend", self.backend, BACKENDS)
         _require_choice("EngineConfig", "attention", self.attention, ATTENTION)
         _require_bool("EngineConfig", "exact", self.exact)
+        _require_bool("EngineConfig", "graphs", self.graphs)
         _require_number("EngineConfig", "kv_share", self.kv_share, 0.0, 1.0, open_low=True)
         for name in ("page_size", "max_step_tokens", "max_sequences"):
             _require_int("EngineConfig", name, getattr(self, name), 1)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from .config import EngineConfig, SamplingParams
 from .detokenizer import TextStream
 from .draft import Drafter
 from .errors import ConfigError, RequestError
+from .graphs import GpuRecorder, GraphPlan
 from .kv_cache import PagePool
-from .memory import explained, pool_pages
+from .memory import bytes_held, explained, pool_pages
 from .model import Decoder
 from .model_config import ModelConfig
 from .ops import require_kinds, select
@@ -50,8 +52,10 @@ class Engine:
     window: most tokens of prompt and response that the model takes. longest: most that one request can have here, where
     the KV pool may hold less. drafts: whether responses are drafted, which changes only how many steps they take.
     step_cost: what a longer draft costs here, for an Acceptance that several requests share. tokenizer_folder: of its
-    files.
+    files. graph_bytes: what CUDA graphs take of the GPU's memory.
     """
+
+    graph_bytes = 0
 
     def __init__(
         self,
@@ -100,15 +104,26 @@ class Engine:
         replace_weights(self.model, loaded.packed)
         with explained("the model", ops.device, "use dtype='bfloat16', or split it over ranks (process_group)"):
             self.model.to(ops.device)
-        num_pages = pool_pages(config, page_bytes(model, config.page_size, kv_dtype), self.window, ops.device)
         if parallel is not None:
             parallel.apply(self.model)
-            num_pages = parallel.least(num_pages)
         eos_ids = self.tokenizer.eos_ids
-        self.weights_version = 0
-        self.runner = Runner(
-            self.model, num_pages=num_pages, page_size=config.page_size, kv_dtype=kv_dtype, eos_ids=eos_ids
+        make_runner = partial(
+            Runner,
+            self.model,
+            page_size=config.page_size,
+            kv_dtype=kv_dtype,
+            eos_ids=eos_ids,
+            graphs=_graph_plan(config, self.model, self.window),
         )
+        # What graphs take is known when they were recorded, over one page here, and the pool gets a share of the rest.
+        if make_runner.keywords["graphs"] is not None:
+            self.graph_bytes = bytes_held(partial(make_runner, num_pages=1), ops.device)
+        page = page_bytes(model, config.page_size, kv_dtype)
+        num_pages = pool_pages(config, page, self.window, ops.device, self.graph_bytes)
+        if parallel is not None:
+            num_pages = parallel.least(num_pages)
+        self.weights_version = 0
+        self.runner = make_runner(num_pages=num_pages)
         self.scheduler = Scheduler(
             PagePool(num_pages, config.page_size),
             max_step_tokens=config.max_step_tokens,
@@ -478,6 +493,14 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
     if config.kv_dtype is not None:
         return kv_rows.element_type(config.kv_dtype)
     return torch.float64 if config.dtype == "float64" else torch.float32
+
+
+def _graph_plan(config: EngineConfig, model: Decoder, window: int) -> GraphPlan | None:
+    """The graphs of an engine; None where there are none."""
+    alone = model.parallel is None and config.attention != "flashinfer"  # what those do in a step cannot be recorded
+    if not config.graphs or model.ops.device.type != "cuda" or not alone:
+        return None
+    return GraphPlan.within(GpuRecorder, config.max_step_tokens, config.max_sequences, window)
 
 
 def _window(config: EngineConfig, model: ModelConfig) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from .config import EngineConfig
 from .errors import ConfigError
 
-__all__ = ["available_bytes", "explained", "pool_pages"]
+__all__ = ["available_bytes", "bytes_held", "explained", "pool_pages"]
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -31,15 +31,28 @@ def available_bytes(device: torch.device) -> int:
     return free if limit == "max" else max(min(free, int(limit) - used), 0)
 
 
-def pool_pages(config: EngineConfig, bytes_per_page: int, window: int, device: torch.device) -> int:
+def bytes_held(make: Callable[[], object], device: torch.device) -> int:
+    """Bytes of a GPU that lie behind what `make` gives, which is let go again."""
+    torch.cuda.empty_cache()
+    free = available_bytes(device)
+    made = make()
+    taken = free - available_bytes(device)
+    del made
+    torch.cuda.empty_cache()
+    return max(taken, 0)
+
+
+def pool_pages(config: EngineConfig, bytes_per_page: int, window: int, device: torch.device, reserved: int = 0) -> int:
     """Pages of the KV pool: kv_bytes if given, else kv_share of what is free, at most max_sequences full windows.
+
+    reserved: bytes that are free now and will not be.
 
     Raises ConfigError when that is not one page.
     """
     if config.kv_bytes is not None:
         pages = config.kv_bytes // bytes_per_page
     else:
-        free = available_bytes(device)
+        free = max(available_bytes(device) - reserved, 0)
         wanted = config.max_sequences * -(-window // config.page_size)
         pages = min(wanted, int(free * config.kv_share) // bytes_per_page)
     if pages < 1:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from . import kv_rows
 from .errors import ConfigError
+from .graphs import GraphPlan, Graphs
 from .layer_stack import LayerStack
+from .lora import adapters
 from .memory import available_bytes, explained
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
@@ -36,16 +38,27 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 class Runner:
     """Holds the model and the KV tensors; `run` turns a step into results.
 
-    run_layers: how a batch goes through the layers, in one call or op by op: the same bits either way.
+    run_layers: how a batch goes through the layers, in one call or op by op: the same bits either way. graphs: of the
+    layers, for small steps; the same bits too where kernels are exact.
     """
 
     def __init__(
-        self, model: Decoder, *, num_pages: int, page_size: int, kv_dtype: torch.dtype, eos_ids: tuple[int, ...]
-    ) -> None:
+        self, model: Decoder, *, num_pages: int, page_size: int, kv_dtype: torch.dtype, eos_ids: tuple[int, ...],
+        graphs: GraphPlan | None = None,
+    ) -> None:  # fmt: skip
+        """graphs: what is recorded; the tensors have a page more than `num_pages` then."""
         self.model, self.page_size, self.eos_ids = model, page_size, eos_ids
         self.device = model.ops.device
         config = model.config
-        shape = (num_pages, config.num_kv_heads, page_size, kv_rows.columns(config.head_dim, kv_dtype))
+        self._num_pages, self._plan = num_pages, graphs
+        self.graphs: Graphs | None = None
+        self._recorded: list[object] = []
+        shape = (
+            num_pages + (graphs is not None),
+            config.num_kv_heads,
+            page_size,
+            kv_rows.columns(config.head_dim, kv_dtype),
+        )
         try:
             self.pages = [
                 KVPages(*(torch.empty(shape, dtype=kv_dtype, device=self.device) for _ in range(2)))
@@ -64,6 +77,22 @@ class Runner:
         """See the model anew, after its parameters or layers were changed or replaced."""
         fits = LayerStack.fits(self.model, self.pages)
         self.run_layers = LayerStack(self.model, self.pages) if fits else partial(self.model, pages=self.pages)
+        if self._plan is not None:
+            self._record(self._plan)
+
+    def _record(self, plan: GraphPlan) -> None:
+        """Record the layers, unless they are as they were. Not with adapters, which come and go at any time."""
+        model = self.model
+        tensors = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        layers: list[object] = [*model.modules(), *tensors]
+        if layers == self._recorded:
+            return
+        self._recorded, self.graphs = layers, None  # the old ones' memory goes first
+        if not adapters(model):
+            with explained("recording CUDA graphs", self.device, "use EngineConfig(graphs=False)"):
+                self.graphs = Graphs(
+                    self.run_layers, plan, self.page_size, self._num_pages, self.device, exact=model.ops.exact
+                )
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[SpanResult]:
@@ -77,16 +106,19 @@ class Runner:
         rounds = Rounds(runs.values())
         what, remedy = f"a step of {starts[-1]} tokens", "lower EngineConfig.max_step_tokens, kv_share or kv_bytes"
         with explained(what, self.device, remedy):
-            inputs = StepInputs.pack(spans, self.page_size, _lists(step, rounds.rows))
-            batch, lists = inputs.views(upload(inputs.host(), self.device))
-            given = iter(lists)
+            lists = _lists(step, rounds.rows)
+            graph = None if self.graphs is None else self.graphs.fitting(spans, starts[-1])
+            inputs = StepInputs.pack(spans, self.page_size, lists) if graph is None else graph.pack(spans, lists)
+            memory = upload(inputs.host(), self.device)
+            batch, tensors = inputs.views(memory)
+            given = iter(tensors)
             if step.copies:
                 self._copy(next(given), next(given))
             for move in step.moves:
                 self._move(move, next(given), next(given))
             if not spans:
                 return []
-            hidden = self.run_layers(batch)
+            hidden = self.run_layers(batch) if graph is None else graph(inputs, memory)
             scores = [self._score(hidden, span, start, given) for span, start in zip(spans, starts, strict=False)]
             self._draw(hidden, rounds, given)
         results = [runs[i].result if i in runs else SpanResult() for i in range(len(spans))]

@@ -58,6 +58,11 @@ class StepInputs:
         memory = bytearray().join((ids, positions, slots, query_start, kv_length, tables, *lists))
         return cls(memory, len(ids), places, len(spans), width, tuple(map(len, lists)))
 
+    @property
+    def head(self) -> int:
+        """How many int32 lie before the tables."""
+        return 6 * self.tokens + 2 * self.places + 1
+
     def host(self) -> Tensor:
         """The memory itself, int32."""
         return torch.frombuffer(self.memory, dtype=torch.int32)

@@ -48,16 +48,20 @@ def plan_memory(
     available: int | None = None,
     adapters: int = 0,
     ranks: int = 1,
+    graphs: int = 0,
 ) -> MemoryPlan:
     """Plan a training run; make the Engine with the plan's engine_config.
 
     engine: its kv_bytes is the size of the KV pool; None gives the pool what is left, at most max_sequences full
     windows. available: bytes for everything; None is what is free now, before the model is loaded. adapters: numbers
-    in adapters that the model has already. ranks: that share the optimizer's state; the plan is that of one.
+    in adapters that the model has already. ranks: that share the optimizer's state; the plan is that of one. graphs:
+    bytes of the engine's CUDA graphs.
     Raises ConfigError with all numbers when it does not fit, or leaves the pool no window.
     """
     available = int(SLACK * available_bytes(torch.device("cpu"))) if available is None else available
     parts = _parts(model, engine, config, adapters, ranks)
+    if graphs:
+        parts["CUDA graphs"] = graphs
     kv_dtype = kv_rows.element_type(engine.kv_dtype or ("float64" if engine.dtype == "float64" else "float32"))
     page = page_bytes(model, engine.page_size, kv_dtype)
     window = -(-(engine.max_context or model.max_position) // engine.page_size) * page

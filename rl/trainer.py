@@ -246,7 +246,7 @@ def _plan(engine: Engine, config: TrainerConfig, ranks: ProcessGroup) -> MemoryP
     held = psutil.Process().memory_info().rss
     free = available_bytes(engine.model.ops.device) // ranks.local_size
     sized = dataclasses.replace(engine.config, kv_bytes=pool)
-    return plan_memory(engine.model.config, sized, config, free + held, adapters, ranks.size)
+    return plan_memory(engine.model.config, sized, config, free + held, adapters, ranks.size, engine.graph_bytes)
 
 
 @dataclass

@@ -35,6 +35,7 @@ def test_the_parts(folder: Path) -> None:
     assert plan.parts["weights"] == plan.parts["reference"] == 4 * numbers == plan.parts["moments"] // 2
     assert list(plan.parts)[-1] == "KV pool" and plan.engine_config.kv_bytes == 2 * 1024 * 2 * 2 * 2 * 8 * 4
     assert Engine(folder, plan.engine_config).scheduler.pool.num_pages == 2 * 64
+    assert plan_memory(loaded.config, engine, config, 64 * MIB, graphs=MIB).total == plan.total + MIB
     half = dataclasses.replace(engine, dtype="bfloat16")
     no_kl = dataclasses.replace(config, algorithm=AlgorithmConfig(kl=0.0))
     parts = plan_memory(loaded.config, half, no_kl, 64 * MIB).parts
