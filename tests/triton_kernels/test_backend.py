@@ -141,7 +141,7 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
     def full(batch: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has more to say")
 
-    engine = make_engine(make_model_folder(tmp_path, "qwen2"), backend="triton")
+    engine = make_engine(make_model_folder(tmp_path, "qwen2"), backend="triton", graphs=False)
     monkeypatch.setattr(engine.runner, "run_layers", full)
     said = (
         r"a step of 3 tokens asked for 20.00 MiB more and does not fit: .* GiB of cpu are free; lower .*max_step_tokens"
@@ -165,6 +165,22 @@ def test_drafts_change_nothing_with_exact_kernels(tmp_path: Path) -> None:
     assert drafted.logprobs == (plain.logprobs if torch.cuda.is_available() else close)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tests/engine/test_graphs.py has a stand-in for the GPU")
+@pytest.mark.parametrize("exact", [True, False])
+def test_graph_is_eager(tmp_path: Path, exact: bool) -> None:
+    folder = make_model_folder(tmp_path, "qwen3")
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    prompts = [list(range(3, 3 + length)) for length in (1, 5, 300)]
+    results = []
+    for graphs in (True, False):
+        engine = make_engine(folder, backend="triton", exact=exact, graphs=graphs)
+        assert (engine.runner.graphs is not None) == (engine.graph_bytes > 0) == graphs
+        results.append(engine.generate(prompts, params))
+    for ours, plain in zip(*results, strict=True):
+        assert ours.token_ids == plain.token_ids
+        assert ours.logprobs == (plain.logprobs if exact else pytest.approx(plain.logprobs, abs=1e-4))
+
+
 def test_the_gradient_is_that_of_the_cpu(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, "qwen2", tie_word_embeddings=True)
     on_cpu = make_engine(folder, backend="cpu")
@@ -172,7 +188,7 @@ def test_the_gradient_is_that_of_the_cpu(tmp_path: Path) -> None:
     (group,) = roll(MemoryAgent(on_cpu, agent), size=2, documents=[DOCUMENTS[1][:100]])
     short = replace(group, trajectories=[_with_short_prompts(trajectory) for trajectory in group.trajectories])
     expected, _ = any_gradient(on_cpu, config_of(), [short])
-    ours, _ = any_gradient(make_engine(folder, backend="triton"), config_of(), [short])
+    ours, _ = any_gradient(make_engine(folder, backend="triton", graphs=False), config_of(), [short])
     assert_close(ours, expected, 1e-4)
 
 
