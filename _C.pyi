@@ -218,6 +218,7 @@ class CpuDecoder:
         query_start: int,
         kv_length: int,
         pages: int,
+        wanted_start: int,
         pages_stride: int,
         spans: int,
         hidden: int,

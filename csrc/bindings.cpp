@@ -268,10 +268,10 @@ class CpuDecoder {
     }
 
     void run(Address ids, Address positions, Address slots, Index tokens, Address query_start, Address kv_length,
-             Address pages, Index pages_stride, Index spans, Address hidden) {
+             Address pages, Address wanted_start, Index pages_stride, Index spans, Address hidden) {
         auto index = [](Address address) { return reinterpret_cast<const Index*>(address); };
         decoder_.run({index(ids), index(positions), index(slots), ints(query_start), ints(kv_length), ints(pages),
-                      tokens, spans, pages_stride},
+                      ints(wanted_start), tokens, spans, pages_stride},
                      floats_out(hidden));
     }
 

@@ -55,12 +55,15 @@ class LayerStack:
         return model.ops.backend == "cpu" and alone and known and pages[0].key.dtype in cpu.KV_TYPES
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Run T tokens through all layers, writing their keys and values; -> normed hidden rows float32 [T, hidden]."""
-        spans = batch.spans
-        hidden = torch.empty(len(batch.ids), self._hidden_size, dtype=torch.float32)
+        """As Decoder.forward; of rows that the batch does not want the last layer computes only keys and values."""
+        spans, wanted_start = batch.spans, batch.wanted_start
+        if wanted_start is None:
+            wanted_start = spans.query_start
+        hidden = torch.empty(int(wanted_start[-1]), self._hidden_size, dtype=torch.float32)
         self._decoder.run(
             *(batch.ids.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), len(batch.ids)),
             *(spans.query_start.data_ptr(), spans.kv_length.data_ptr(), spans.pages.data_ptr()),
+            wanted_start.data_ptr(),
             *(spans.pages.shape[1], len(spans.kv_length), hidden.data_ptr()),
         )
         return hidden

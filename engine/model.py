@@ -28,12 +28,23 @@ class Batch:
     """The ragged batch of one step: T tokens of any mix of sequences.
 
     ids, positions, slots: int64 [T]; slots say where each token's key and value go. spans: see Spans.
+    wanted_start: int32 [spans + 1], like the spans' query_start, of the rows at the end of each span whose hidden rows
+    are wanted; None: all.
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
     spans: Spans
+    wanted_start: Tensor | None = None
+
+    @property
+    def wanted_rows(self) -> Tensor:
+        """int64: numbers of the rows whose hidden rows are wanted, rising."""
+        starts = self.spans.query_start
+        wanted = starts if self.wanted_start is None else self.wanted_start
+        skipped = (starts[1:] - wanted[1:]).repeat_interleave(wanted.diff())  # rows before each that are not wanted
+        return torch.arange(len(skipped), device=skipped.device) + skipped
 
 
 @dataclass(frozen=True)
@@ -205,7 +216,8 @@ class Decoder(nn.Module):
         return cast(Tensor, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
 
     def forward(self, batch: Batch, pages: list[KVPages], recompute: bool = False) -> Tensor:
-        """Run T tokens through all layers, writing their keys and values; -> normed hidden rows [T, hidden].
+        """Run T tokens through all layers, writing their keys and values; -> the normed hidden rows [T, hidden], or of
+        them those that the batch wants.
 
         recompute: for a backward pass keep only what enters each layer, and run the layer again there (activation
         checkpointing, arXiv 1604.06174).
@@ -218,7 +230,7 @@ class Decoder(nn.Module):
                 if recompute
                 else layer(*inputs)
             )
-        hidden: Tensor = self.model.norm(x)
+        hidden: Tensor = self.model.norm(x if batch.wanted_start is None else x[batch.wanted_rows])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

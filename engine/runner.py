@@ -99,15 +99,17 @@ class Runner:
         """Compute a step; -> one result per span, in order."""
         if step.empty:
             return []
-        spans, starts = step.spans, list(accumulate((span.rows for span in step.spans), initial=0))
+        spans, tokens = step.spans, sum(span.rows for span in step.spans)
+        graph = None if self.graphs is None else self.graphs.fitting(spans, tokens)
+        narrows = graph is None and self.device.type == "cpu"  # a GPU takes longer to pick rows than to compute them
+        ends = list(accumulate(span.wanted if narrows else span.rows for span in spans))
         runs = {
-            i: Run(span, starts[i] + len(span.ids) - 1, self.eos_ids) for i, span in enumerate(spans) if span.samples
+            i: Run(span, ends[i] - len(span.draft) - 1, self.eos_ids) for i, span in enumerate(spans) if span.samples
         }
         rounds = Rounds(runs.values())
-        what, remedy = f"a step of {starts[-1]} tokens", "lower EngineConfig.max_step_tokens, kv_share or kv_bytes"
+        what, remedy = f"a step of {tokens} tokens", "lower EngineConfig.max_step_tokens, kv_share or kv_bytes"
         with explained(what, self.device, remedy):
             lists = _lists(step, rounds.rows)
-            graph = None if self.graphs is None else self.graphs.fitting(spans, starts[-1])
             inputs = StepInputs.pack(spans, self.page_size, lists) if graph is None else graph.pack(spans, lists)
             memory = upload(inputs.host(), self.device)
             batch, tensors = inputs.views(memory)
@@ -118,8 +120,10 @@ class Runner:
                 self._move(move, next(given), next(given))
             if not spans:
                 return []
+            if narrows:
+                batch = replace(batch, wanted_start=torch.tensor([0, *ends], dtype=torch.int32))
             hidden = self.run_layers(batch) if graph is None else graph(inputs, memory)
-            scores = [self._score(hidden, span, start, given) for span, start in zip(spans, starts, strict=False)]
+            scores = [self._score(hidden, span, end, given) for span, end in zip(spans, ends, strict=True)]
             self._draw(hidden, rounds, given)
         results = [runs[i].result if i in runs else SpanResult() for i in range(len(spans))]
         return [_with_scores(*pair) if pair[1] else pair[0] for pair in zip(results, scores, strict=True)]
@@ -141,11 +145,11 @@ class Runner:
             layer.key[target] = turn_keys(layer.key[source], old, new, self.model.cos, self.model.sin)
             layer.value[target] = layer.value[source]
 
-    def _score(self, hidden: Tensor, span: Span, start: int, given: Iterator[Tensor]) -> list[float]:
-        """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time."""
+    def _score(self, hidden: Tensor, span: Span, end: int, given: Iterator[Tensor]) -> list[float]:
+        """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time. end: of its rows."""
         scores: list[float] = []
         if span.scored_targets:
-            owing = hidden[start + span.scored_from :]
+            owing = hidden[end - span.rows + span.scored_from :]
             for targets in next(given).long().split_with_sizes(_tiles(len(span.scored_targets))):
                 logits = self.model.logits(owing[len(scores) : len(scores) + len(targets)])
                 scores.extend(prompt_logprobs(logits, targets, self.model.ops))

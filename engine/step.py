@@ -61,6 +61,13 @@ class Span:
         """Rows of the batch that the span takes."""
         return len(self.ids) + len(self.draft)
 
+    @property
+    def wanted(self) -> int:
+        """Rows at its end that hold all from which a token is drawn or scored."""
+        if self.scored_targets:
+            return self.rows - self.scored_from
+        return 1 + len(self.draft) if self.samples else 0
+
 
 @dataclass(frozen=True)
 class Step:

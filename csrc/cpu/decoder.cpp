@@ -1,8 +1,10 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +17,13 @@ namespace palimpsest::cpu {
 struct Decoder::Scratch {
     float *x, *normed, *projected, *query, *key, *value, *rotated_query, *rotated_key, *attended, *gate, *up, *shares,
         *rounded;
+};
+
+// The rows that go on behind a layer's keys and values: all, with rows == nullptr, or the wanted ones.
+struct Decoder::Queries {
+    const Index *rows, *positions;
+    Index count;
+    AttentionPlan plan;
 };
 
 namespace {
@@ -43,6 +52,24 @@ LinearCall layers_over(const float* x, Index rows, std::initializer_list<To> lay
     return call;
 }
 
+// The numbers of the wanted rows, rising.
+std::vector<Index> wanted_rows(const DecoderBatch& batch) {
+    std::vector<Index> rows;
+    for (Index span = 0; span < batch.spans; span++) {
+        Index count = batch.wanted_start[span + 1] - batch.wanted_start[span], end = batch.query_start[span + 1];
+        if (batch.wanted_start[0] != 0 || count < 0 || count > end - batch.query_start[span] || end > batch.tokens)
+            throw std::invalid_argument("decoder: span " + std::to_string(span) + " lacks rows that are wanted");
+        for (Index row = end - count; row < end; row++) rows.push_back(row);
+    }
+    return rows;
+}
+
+// Moves some rows (rising) of x to its start.
+void keep_rows(float* x, const Index* rows, Index count, Index size) {
+#pragma omp single
+    for (Index i = 0; i < count; i++) std::memmove(x + i * size, x + rows[i] * size, size * sizeof(float));
+}
+
 }  // namespace
 
 void Decoder::check(const DecoderBatch& batch) const {
@@ -64,23 +91,30 @@ void Decoder::norm(const Parameter& weight, const float* x, float* y, Index rows
     kernels_.rms_norm(x, weight.data, weight.bf16, y, rows, size, size, shape_.eps);
 }
 
-void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
+void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, const Queries& queries,
                         const Scratch& s) const {
-    Index rows = batch.tokens, heads = shape_.heads, kv_heads = shape_.kv_heads, dim = shape_.head_dim;
-    norm(layer.input_norm, s.x, s.normed, rows, shape_.hidden);
-    linear(layers_over(s.normed, rows, {{layer.query, s.query}, {layer.key, s.key}, {layer.value, s.value}}),
-           s.rounded);
+    Index tokens = batch.tokens, rows = queries.count;
+    Index heads = shape_.heads, kv_heads = shape_.kv_heads, dim = shape_.head_dim;
+    norm(layer.input_norm, s.x, s.normed, tokens, shape_.hidden);
+    To query_to{layer.query, s.query}, key_to{layer.key, s.key}, value_to{layer.value, s.value};
+    if (queries.rows) {
+        linear(layers_over(s.normed, tokens, {key_to, value_to}), s.rounded);
+        for (float* x : {s.x, s.normed}) keep_rows(x, queries.rows, rows, shape_.hidden);
+        linear(layers_over(s.normed, rows, {query_to}), s.rounded);
+    } else {
+        linear(layers_over(s.normed, tokens, {query_to, key_to, value_to}), s.rounded);
+    }
     if (layer.query_norm.data) {
         norm(layer.query_norm, s.query, s.attended, rows * heads, dim);
-        norm(layer.key_norm, s.key, s.projected, rows * kv_heads, dim);
+        norm(layer.key_norm, s.key, s.projected, tokens * kv_heads, dim);
     }
     const float* query = layer.query_norm.data ? s.attended : s.query;
     const float* key = layer.key_norm.data ? s.projected : s.key;
-    kernels_.rotate(query, heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_query, rows, heads, dim);
-    kernels_.rotate(key, kv_heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_key, rows, kv_heads, dim);
+    kernels_.rotate(query, heads * dim, queries.positions, shape_.cos, shape_.sin, s.rotated_query, rows, heads, dim);
+    kernels_.rotate(key, kv_heads * dim, batch.positions, shape_.cos, shape_.sin, s.rotated_key, tokens, kv_heads, dim);
     kernels_.write_kv(s.rotated_key, kv_heads * dim, s.value, kv_heads * dim, layer.key_pages, layer.value_pages,
-                      shape_.kv_type, batch.slots, rows, kv_heads, shape_.page_size, dim);
-    plan.run(kernels_, layer.key_pages, layer.value_pages, s.rotated_query, s.attended, s.shares);
+                      shape_.kv_type, batch.slots, tokens, kv_heads, shape_.page_size, dim);
+    queries.plan.run(kernels_, layer.key_pages, layer.value_pages, s.rotated_query, s.attended, s.shares);
     LinearCall output = layers_over(s.attended, rows, {{layer.output, s.projected}});
     output.finish = Finish::kAdd, output.residual = s.x;
     linear(output, s.rounded);
@@ -97,6 +131,26 @@ void Decoder::run_layer(const LayerWeights& layer, const DecoderBatch& batch, co
     }
 }
 
+AttentionCall Decoder::attention(const DecoderBatch& batch, const std::int32_t* query_start) const {
+    return {nullptr,
+            shape_.heads * shape_.head_dim,
+            nullptr,
+            nullptr,
+            shape_.kv_type,
+            query_start,
+            batch.kv_length,
+            batch.pages,
+            batch.pages_stride,
+            batch.spans,
+            shape_.heads,
+            shape_.kv_heads,
+            shape_.head_dim,
+            shape_.page_size,
+            shape_.page_count,
+            shape_.scale,
+            nullptr};
+}
+
 void Decoder::run(const DecoderBatch& batch, float* hidden) {
     check(batch);
     Index rows = batch.tokens, queries = rows * shape_.heads * shape_.head_dim;
@@ -108,26 +162,17 @@ void Decoder::run(const DecoderBatch& batch, float* hidden) {
             if (w->packed.values)
                 rounded = std::max(rounded, quantised_scratch(w == &layer.down ? some : rows, w->in) / 4);
     }
-    AttentionCall call{nullptr,
-                       shape_.heads * shape_.head_dim,
-                       nullptr,
-                       nullptr,
-                       shape_.kv_type,
-                       batch.query_start,
-                       batch.kv_length,
-                       batch.pages,
-                       batch.pages_stride,
-                       batch.spans,
-                       shape_.heads,
-                       shape_.kv_heads,
-                       shape_.head_dim,
-                       shape_.page_size,
-                       shape_.page_count,
-                       shape_.scale,
-                       nullptr};
-    AttentionPlan plan(call);
-    Index sizes[] = {stream, stream, std::max(stream, keys), queries, keys, keys, queries, keys, queries,
-                     wide,   wide,   plan.floats(),          rounded};
+    Queries all{nullptr, batch.positions, rows, AttentionPlan(attention(batch, batch.query_start))};
+    std::vector<Index> wanted = wanted_rows(batch), positions;
+    for (Index row : wanted) positions.push_back(batch.positions[row]);
+    std::optional<Queries> some;  // of the last layer
+    if (Index(wanted.size()) < rows)
+        some = Queries{wanted.data(), positions.data(), Index(wanted.size()),
+                       AttentionPlan(attention(batch, batch.wanted_start))};
+    const Queries& last = some ? *some : all;
+    Index shares = std::max(all.plan.floats(), last.plan.floats());
+    Index sizes[] = {stream, stream, std::max(stream, keys), queries, keys, keys, queries, keys, queries, wide, wide,
+                     shares, rounded};
     Index total = 0;
     for (Index& size : sizes) total += size = (size + 15) / 16 * 16;
     float* parts[std::size(sizes)];
@@ -138,8 +183,8 @@ void Decoder::run(const DecoderBatch& batch, float* hidden) {
 #pragma omp parallel
     {
         kernels_.embedding(batch.ids, embedding_.data, embedding_.bf16, s.x, rows, shape_.hidden);
-        for (const LayerWeights& layer : layers_) run_layer(layer, batch, plan, s);
-        norm(norm_, s.x, hidden, rows, shape_.hidden);
+        for (const LayerWeights& layer : layers_) run_layer(layer, batch, &layer == &layers_.back() ? last : all, s);
+        norm(norm_, s.x, hidden, last.count, shape_.hidden);
     }
 }
 

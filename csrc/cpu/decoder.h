@@ -37,10 +37,11 @@ struct DecoderShape {
     const float* sin;
 };
 
-// The ragged batch of a step, as in engine/model.py.
+// The ragged batch of a step, as in engine/model.py. wanted_start: like query_start, of the rows at each span's end
+// whose hidden rows are wanted.
 struct DecoderBatch {
     const Index *ids, *positions, *slots;
-    const std::int32_t *query_start, *kv_length, *pages;
+    const std::int32_t *query_start, *kv_length, *pages, *wanted_start;
     Index tokens, spans, pages_stride;
 };
 
@@ -51,16 +52,18 @@ class Decoder {
 
     void add_layer(const LayerWeights& layer) { layers_.push_back(layer); }
 
-    // Writes the normed hidden rows [tokens, hidden]. Throws std::invalid_argument for ids, positions, slots or spans
-    // that point outside of what they describe.
+    // Writes the normed hidden rows [wanted, hidden]; of the others the last layer computes only keys and values.
+    // Throws std::invalid_argument for ids, positions, slots or spans that point outside of what they describe.
     void run(const DecoderBatch& batch, float* hidden);
 
   private:
     struct Scratch;
+    struct Queries;
 
     void check(const DecoderBatch& batch) const;
-    void run_layer(const LayerWeights& layer, const DecoderBatch& batch, const AttentionPlan& plan,
+    void run_layer(const LayerWeights& layer, const DecoderBatch& batch, const Queries& queries,
                    const Scratch& scratch) const;
+    AttentionCall attention(const DecoderBatch& batch, const std::int32_t* query_start) const;
     void linear(const LinearCall& call, float* rounded) const;
     void norm(const Parameter& weight, const float* x, float* y, Index rows, Index size) const;
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +61,26 @@ def test_one_call_is_op_by_op(
     assert isinstance(runner.run_layers, LayerStack)
     op_by_op = partial(engine.model, pages=runner.pages)
     shape = (*runner.pages[0].key.shape[:3], engine.model.config.head_dim)
-    for lengths, cached in (([1], 0), ([1, 1, 1], 37), ([5, 1, 130, 2], 20), ([700], 3)):
+    for lengths, cached, wanted in (
+        ([1], 0, None),
+        ([1, 1, 1], 37, [1, 0, 1]),
+        ([5, 1, 130, 2], 20, None),
+        ([5, 1, 130, 2], 20, [3, 1, 40, 0]),
+        ([700], 3, [0]),
+    ):
+        batch = batch_of(runner, step_of(engine, lengths, cached).spans)
+        if wanted is not None:
+            batch = replace(batch, wanted_start=torch.tensor([0, *accumulate(wanted)], dtype=torch.int32))
         results = []
         for run in (op_by_op, runner.run_layers):
             for layer in runner.pages:
                 layer.key[:] = kv_rows.pack(torch.full(shape, 0.25), layer.key.dtype)
                 layer.value[:] = kv_rows.pack(torch.full(shape, -0.5), layer.value.dtype)
             with torch.inference_mode():
-                hidden = run(batch_of(runner, step_of(engine, lengths, cached).spans))
+                hidden = run(batch)
             results.append((hidden, [(layer.key.clone(), layer.value.clone()) for layer in runner.pages]))
         (expected, expected_pages), (given, given_pages) = results
+        assert len(expected) == sum(lengths if wanted is None else wanted)
         assert torch.equal(given, expected)
         for (key, value), (expected_key, expected_value) in zip(given_pages, expected_pages, strict=True):
             assert torch.equal(key, expected_key) and torch.equal(value, expected_value)
