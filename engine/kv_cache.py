@@ -8,6 +8,7 @@ lookup compares ids and can't be fooled by a hash. A sequence that holds a node'
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._nodes: dict[int, _Node] = {}
         self._children: dict[int, dict[bytes, _Node]] = {}
+        self._sorted: dict[int, list[bytes]] = {}  # the keys of each node's children
         # A new root, so that a node number kept from before can never match.
         self.root, self._next_node = self._next_node, self._next_node + 1
 
@@ -84,15 +86,14 @@ class PagePool:
         return Match(pages, nodes, source, partial)
 
     def _partial(self, parent: int, wanted: bytes) -> tuple[int | None, int]:
-        """The child of `parent` that shares the most leading ids with `wanted`, and how many those are."""
-        best: int | None = None
-        longest = 0
-        for node in self._children.get(parent, {}).values():
-            if node.ids.startswith(wanted[: (longest + 1) * ID_BYTES]):  # it may be better; few are
-                shared = shared_ids(node.ids, wanted)
-                if shared > longest:
-                    best, longest = node.page, shared
-        return best, longest
+        """The child of `parent` that shares the most leading ids with `wanted`, and how many those are.
+
+        In sorted order that is one of the two between which `wanted` would stand.
+        """
+        keys = self._sorted.get(parent, [])
+        at = bisect_left(keys, wanted)
+        shared, ids = max(((shared_ids(ids, wanted), ids) for ids in keys[max(at - 1, 0) : at + 1]), default=(0, b""))
+        return (self._children[parent][ids].page, shared) if shared else (None, 0)
 
     def shortfall(self, match: Match, tokens: int) -> int:
         """Pages missing (0 or less: none) to give a sequence of `tokens` tokens what `match` lacks."""
@@ -129,10 +130,10 @@ class PagePool:
         return page
 
     def _drop(self, node: _Node) -> None:
-        siblings = self._children[node.parent]
-        del siblings[node.ids]
+        siblings, keys = self._children[node.parent], self._sorted[node.parent]
+        del siblings[node.ids], keys[bisect_left(keys, node.ids)]
         if not siblings:
-            del self._children[node.parent]
+            del self._children[node.parent], self._sorted[node.parent]
 
     def publish(self, parent: int, ids: bytes, page: int) -> tuple[int, int]:
         """Enter a live page, full of committed tokens `ids` behind node `parent`, into the index; -> (node, page).
@@ -149,6 +150,7 @@ class PagePool:
         self._next_node += 1
         self._nodes[page] = node
         self._children.setdefault(parent, {})[ids] = node
+        insort(self._sorted.setdefault(parent, []), ids)
         return node.id, page
 
     def release(self, pages: Sequence[int]) -> None:
@@ -183,6 +185,8 @@ class PagePool:
             _hold(node.page == page, f"node {node.id} names page {node.page}, not {page}")
             _hold(node.parent in ids, f"node {node.id} has lost its parent {node.parent}")
             _hold(self._children.get(node.parent, {}).get(node.ids) is node, f"node {node.id} can't be found")
+        ordered = {parent: sorted(children) for parent, children in self._children.items()}
+        _hold(ordered == self._sorted, "the sorted keys differ from the children")
         entries = sum(len(children) for children in self._children.values())
         _hold(entries == len(self._nodes), "the index holds a node without a page")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .draft import Drafter
 from .reading import Request
-from .sequence import Sequence
+from .sequence import Sequence, joined
 from .templates import Slot
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class OpenPrompt:
         self._resident = running.prompt_ids
         self._following = following
         self._sample = sample
-        self._head = array("i")
-        for segment in takewhile(lambda segment: segment.name != Slot.MEMORY, following.segments):
-            self._head.extend(segment.ids)
+        self._head = joined(takewhile(lambda segment: segment.name != Slot.MEMORY, following.segments))
 
     def feed(self, memory: array[int]) -> None:
         """Take what is known of the memory, int32 ids from its start; it may also prove other than fed before."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from .config import SamplingParams
 from .errors import RequestError
-from .sequence import Segment
+from .sequence import Segment, joined
 from .tokenizer import Tokenizer
 
 __all__ = ["Prompt", "pair_with_params", "prompt_ids", "segments_of"]
@@ -23,11 +23,14 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, vocabulary: int) -> array[i
         return tokenizer.encode_prompt(prompt)
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a str, token ids or segments, got {prompt!r}")
-    parts = list(prompt)
-    segments = [part for part in parts if isinstance(part, Segment)]
-    ids = _as_ids(parts) if not segments else array("i", (token for segment in segments for token in segment.ids))
-    if segments and len(segments) < len(parts):
-        raise RequestError("a prompt mixes segments with other things; give a str, token ids or segments only")
+    if isinstance(prompt, array) and prompt.typecode == "i":
+        ids = prompt[:]
+    else:
+        parts = list(prompt)
+        segments = [part for part in parts if isinstance(part, Segment)]
+        if segments and len(segments) < len(parts):
+            raise RequestError("a prompt mixes segments with other things; give a str, token ids or segments only")
+        ids = joined(segments) if segments else _as_ids(parts)
     if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
         wrong = next(token for token in ids if not 0 <= token < vocabulary)
         raise RequestError(f"token id {wrong} is outside the vocabulary of {vocabulary}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .config import SamplingParams
-from .sequence import Completion, DraftCounters, Segment
+from .sequence import Completion, DraftCounters, Segment, joined
 
 __all__ = [
     "Answered",
@@ -39,10 +39,7 @@ class Request:
     @property
     def prompt_ids(self) -> array[int]:
         """The whole prompt, int32."""
-        ids = array("i")
-        for segment in self.segments:
-            ids.extend(segment.ids)
-        return ids
+        return joined(self.segments)
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,10 @@ class Residents:
         It is never waited for in vain: what is running and has pending tokens goes on, or loses its place.
         """
         size, limit = self.pool.page_size, _shareable(sequence)
-        wanted = sequence.tokens[:limit].tobytes()
+        first, wanted = sequence.tokens[:size], sequence.tokens[:limit].tobytes()
         coming = 0
         for other in self.running:
-            if other.pending > 0 and not other.decoding:
+            if other.tokens[:size] == first and other.pending > 0 and not other.decoding:
                 shared = shared_ids(wanted, other.tokens[: min(limit, other.exact)].tobytes()) // size
                 coming = max(coming, shared if shared > other.computed // size else 0)
         return coming > 0 and coming > len(self.pool.match(sequence.tokens, limit).pages)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .carried import Carried
     from .draft import Drafter
 
-__all__ = ["Completion", "Counters", "DraftCounters", "Segment", "Sequence", "Status", "TokenLogprob"]
+__all__ = ["Completion", "Counters", "DraftCounters", "Segment", "Sequence", "Status", "TokenLogprob", "joined"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,14 @@ class Segment:
         if not isinstance(self.ids, array) or self.ids.typecode != "i":
             kind = f"array({self.ids.typecode!r})" if isinstance(self.ids, array) else type(self.ids).__name__
             raise RequestError(f"the ids of segment {self.name!r} must be array('i', ids), got {kind}")
+
+
+def joined(segments: Iterable[Segment]) -> array[int]:
+    """The ids of some segments, one after the other."""
+    ids = array("i")
+    for segment in segments:
+        ids.extend(segment.ids)
+    return ids
 
 
 class Status(enum.Enum):

@@ -17,7 +17,7 @@ import torch
 from ..engine import lora
 from ..engine.engine import Engine
 from ..engine.errors import RequestError
-from ..engine.sequence import Segment
+from ..engine.sequence import Segment, joined
 from .config import AlgorithmConfig
 from .fused_loss import Head, fused_policy_loss
 from .loss import TokenRows
@@ -40,10 +40,7 @@ class Example:
     @classmethod
     def of(cls, segments: Iterable[Segment], response: array[int], end: int) -> Example:
         """From a prompt's segments. end: the id that ends the response."""
-        prompt = array("i")
-        for segment in segments:
-            prompt.extend(segment.ids)
-        return cls(prompt, response + array("i", [end]))
+        return cls(joined(segments), response + array("i", [end]))
 
 
 class Examples(Protocol):
