@@ -101,7 +101,7 @@ class Runner:
             return []
         spans, tokens = step.spans, sum(span.rows for span in step.spans)
         graph = None if self.graphs is None else self.graphs.fitting(spans, tokens)
-        narrows = graph is None and self.device.type == "cpu"  # a GPU takes longer to pick rows than to compute them
+        narrows = graph is None and self.device.type == "cpu"  # picking rows would wait for a GPU
         ends = list(accumulate(span.wanted if narrows else span.rows for span in spans))
         runs = {
             i: Run(span, ends[i] - len(span.draft) - 1, self.eos_ids) for i, span in enumerate(spans) if span.samples
