@@ -262,6 +262,7 @@ def cuda_paged_decode(
     value_pages: int,
     kv_length: int,
     tables: int,
+    skipped: int,
     table_stride: int,
     spans: int,
     heads: int,

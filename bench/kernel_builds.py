@@ -64,7 +64,7 @@ def _attention(shape: Shape) -> Iterator[Build]:
     from ..triton_kernels import attention, attention_backward
     from ..triton_kernels.tuning import attention_blocks, next_power_of_2
 
-    tables = "query_start kv_length tables skipped"
+    tables = "query_start kv_length tables rows skipped"
     integers = "spans heads kv_heads table_stride tiles"
     sizes: dict[str, Any] = {
         "GROUP": shape.group,
@@ -72,7 +72,7 @@ def _attention(shape: Shape) -> Iterator[Build]:
         "DIM": shape.head_dim,
         "BLOCK_D": next_power_of_2(shape.head_dim),
     }
-    for name, small in (("decode", True), ("prefill", False)):
+    for name, small, partial in (("decode", True, True), ("group", False, True), ("prefill", False, False)):
         blocks = attention_blocks(shape.head_dim, shape.group, small=small)
         for pages in ("bf16", "fp8e4nv"):
             types = _types(
@@ -80,8 +80,8 @@ def _attention(shape: Shape) -> Iterator[Build]:
                 integers, "scale",
             )  # fmt: skip
             constants = sizes | {
-                "BLOCK_M": blocks.m, "BLOCK_N": attention.BLOCK_N, "TILE": attention.TILE, "CAUSAL": True,
-                "PARTIAL": small, "HALF": True, "SAVES": not small,
+                "BLOCK_M": blocks.m, "BLOCK_N": attention.BLOCK_N, "TILE": attention.TILE, "CAUSAL": name != "group",
+                "PARTIAL": partial, "HALF": True, "SAVES": not partial,
             }  # fmt: skip
             label = f"attention {name} {pages}"
             yield Build(
@@ -113,8 +113,6 @@ def _linear(shape: Shape) -> Iterator[Build]:
 
     for rows in (1, 64, 4096):
         for kind, dtype in (("bf16", torch.bfloat16), ("i8", torch.int8), ("fp8e4nv", torch.float8_e4m3fn)):
-            if kind != "bf16" and rows > 64:
-                continue
             blocks = linear_blocks(rows, dtype)
             types = _types(
                 {"x scales out": "fp32", "weight": kind, "bias": "bf16"}, "rows", aligned="outputs inputs x_stride"

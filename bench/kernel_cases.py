@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import cuda
+from ..engine import cuda, kv_rows
 from ..engine.errors import ConfigError
 from ..engine.flashinfer import FlashInfer
-from ..engine.ops import Spans
+from ..engine.ops import FLOAT8_CAPABILITY, Spans
 from ..triton_kernels import (
     activation,
     attention,
@@ -27,7 +27,7 @@ from ..triton_kernels import (
     vocabulary,
 )
 from .costs import Cost
-from .kernel_costs import Heads, attention_backward_cost, attention_cost, moved, product_cost
+from .kernel_costs import Heads, attention_backward_cost, attention_cost, group_cost, moved, product_cost
 
 __all__ = ["SIZES", "Case", "Sizes", "cases"]
 
@@ -104,10 +104,16 @@ def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             run = lambda x=x: cuda.gemv(x, weight, None, None)  # noqa: E731
             yield Case("gemv", rows, 0, run, theirs, cost, engine="cuda")
     scales = torch.rand(outputs, device=device)
-    whole = torch.randint(-127, 128, weight.shape, dtype=torch.int8, device=device)
-    x = torch.randn(sizes.few[0], inputs, device=device)
-    cost = product_cost(len(x), inputs, outputs, whole.element_size())
-    yield Case("linear int8", len(x), 0, lambda: linear.scaled_linear(x, whole, scales, None), None, cost, "int8")
+    for name, dtype in (("int8", torch.int8), *((("fp8", torch.float8_e4m3fn),) if _has_float8(device) else ())):
+        codes = torch.randint(-127, 128, weight.shape, device=device).to(dtype)
+        for rows in (*sizes.few, sizes.rows):
+            x = torch.randn(rows, inputs, device=device)
+            cost = product_cost(rows, inputs, outputs, codes.element_size())
+            run = lambda x=x, codes=codes: linear.scaled_linear(x, codes, scales, None)  # noqa: E731
+            yield Case("linear", rows, 0, run, None, cost, name)
+            if by_cuda and cuda.fits_gemv(x, codes):
+                run = lambda x=x, codes=codes: cuda.gemv(x, codes, scales, None)  # noqa: E731
+                yield Case("gemv", rows, 0, run, None, cost, name, engine="cuda")
 
 
 class _Pages:
@@ -135,6 +141,20 @@ class _Pages:
             exact=exact, log_sums=log_sums,
         )  # fmt: skip
 
+    def of_group(self) -> Tensor:
+        """All sequences begin with the pages of the first, but for its last tile."""
+        own = -(-attention.TILE // PAGE)
+        tables = self.tables.clone()
+        tables[1:, : max(tables.shape[1] - own, 0)] = tables[0, : max(tables.shape[1] - own, 0)]
+        arrays = self.starts, self.lengths, tables
+        shared = attention.SharedPrefix.find(len(self.query), *arrays, PAGE)
+        return attention.paged_attention(
+            self.query, self.key, self.value, *arrays, self.scale, few_rows=True, shared=shared
+        )  # fmt: skip
+
+    def in_float8(self) -> None:
+        self.key, self.value = (kv_rows.pack(pages, torch.float8_e4m3fn) for pages in (self.key, self.value))
+
     def by_cuda(self) -> Tensor:
         """One row per sequence."""
         peaks, totals, partials, tile = cuda.paged_decode_partials(
@@ -155,6 +175,10 @@ class _Pages:
 
 def _has_cuda_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and cuda.unavailable() is None
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def _flashinfer(head_dim: int, device: torch.device) -> FlashInfer | None:
@@ -179,6 +203,16 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         if flash is not None:
             theirs = partial(step.by_flashinfer, flash)
             yield Case("attention decode", batch, context, theirs, step.torch, cost, engine="flashinfer")
+        if batch > 1:
+            own = min(context, attention.TILE)
+            cost = group_cost(batch, context, context - own, heads, HALF.itemsize)
+            yield Case("attention group", batch, context, step.of_group, step.torch, cost)
+        if _has_float8(device):
+            step.in_float8()
+            cost = attention_cost([(1, context)] * batch, heads, 1)
+            yield Case(
+                "attention decode", batch, context, lambda step=step: step.ours(few_rows=True), None, cost, "fp8"
+            )  # type: ignore[misc]
     whole = _Pages(sizes, 1, prompt, prompt, device)
     cost = attention_cost([(prompt, prompt)], heads, HALF.itemsize)
     yield Case("attention prefill", prompt, prompt, lambda: whole.ours(few_rows=False), whole.torch, cost)

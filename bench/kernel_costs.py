@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .costs import Cost
 
-__all__ = ["Heads", "attention_backward_cost", "attention_cost", "moved", "product_cost"]
+__all__ = ["Heads", "attention_backward_cost", "attention_cost", "group_cost", "moved", "product_cost"]
 
 FLOAT = 4  # bytes
 
@@ -31,6 +31,12 @@ def attention_cost(spans: Iterable[tuple[int, int]], heads: Heads, kv_bytes: int
     rows, keys = (sum(column) for column in zip(*spans, strict=True))
     flops = 4.0 * _scores(spans) * heads.query * heads.dim  # a dot product with the key, a sum of the values
     return Cost(flops, float(2 * keys * heads.kv * heads.dim * kv_bytes + 2 * rows * heads.query * heads.dim * FLOAT))
+
+
+def group_cost(batch: int, keys: int, shared: int, heads: Heads, kv_bytes: int) -> Cost:
+    """One row each of `batch` sequences over `keys` keys, of which the first `shared` are the same for all."""
+    alone = attention_cost([(1, keys)] * batch, heads, kv_bytes)
+    return Cost(alone.flops, alone.bytes - float(2 * (batch - 1) * shared * heads.kv * heads.dim * kv_bytes))
 
 
 def attention_backward_cost(spans: Iterable[tuple[int, int]], heads: Heads, kv_bytes: int) -> Cost:

@@ -13,7 +13,7 @@ try:
 except ImportError:  # an installation without a compiler
     _C = None  # type: ignore[assignment]
 
-__all__ = ["GEMV_ROWS", "fits_decode", "fits_gemv", "gemv", "paged_decode_partials", "unavailable"]
+__all__ = ["GEMV_ROWS", "decode_tile", "fits_decode", "fits_gemv", "gemv", "paged_decode_partials", "unavailable"]
 
 GEMV_ROWS = 8
 HEAD_DIMS = (64, 128)
@@ -69,25 +69,33 @@ def fits_decode(query: Tensor, key_pages: Tensor, spans: int) -> bool:
     return tokens == spans and known and key_pages.dtype == torch.bfloat16
 
 
+def decode_tile() -> int:
+    """Tokens of a tile of `paged_decode_partials` on the current device."""
+    return int(_C.cuda_decode_tile())
+
+
 def paged_decode_partials(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, kv_length: Tensor, pages: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, int]:
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, kv_length: Tensor, pages: Tensor, scale: float,
+    skipped: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, int]:  # fmt: skip
     """One row per span: query float32 [spans, heads, head_dim], dense; the rest as ops.Ops.attend takes it.
 
     -> each tile's largest score and sum of 2^(score - largest), float32 [spans, heads, tiles], its sum of
     2^(score - largest) * value, float32 [spans, heads, tiles, head_dim], and the tokens of a tile. Scores are
-    scale q k log2(e), of q rounded to bfloat16; tiles beyond a span's length are not written. `fits_decode` must hold.
+    scale q k log2(e), of q rounded to bfloat16; tiles beyond a span's length are not written, nor
+    its first skipped[span] ones (int32 [spans]). `fits_decode` must hold.
     Twin, with the fold of the tiles: reference.paged_attention.
     """
     spans, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
-    width = _C.cuda_decode_tile()
+    width = decode_tile()
     tiles = -(-pages.shape[1] * page_size // width)
     peaks, totals = (torch.empty(spans, heads, tiles, dtype=torch.float32, device=query.device) for _ in range(2))
     partials = torch.empty(spans, heads, tiles, head_dim, dtype=torch.float32, device=query.device)
     if spans:
         _C.cuda_paged_decode(
             *(query.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(), kv_length.data_ptr(), pages.data_ptr()),
+            0 if skipped is None else skipped.data_ptr(),
             *(pages.stride(0), spans, heads, kv_heads, head_dim, page_size, tiles),
             scale,
             *(peaks.data_ptr(), totals.data_ptr(), partials.data_ptr(), torch.cuda.current_stream().cuda_stream),

@@ -22,6 +22,7 @@ from .errors import ConfigError
 from .noise import stream_key
 
 if TYPE_CHECKING:
+    from ..triton_kernels.attention import SharedPrefix
     from .draw import Draw, Drawn
     from .flashinfer import FlashInfer
     from .ops import Spans
@@ -89,6 +90,8 @@ class TritonKernels:
         self._flash = flash
         self._few_rows_by_cuda = reason is None and not exact
         self._decode_by_cuda = self._few_rows_by_cuda and attention_kernels != "triton"
+        self._groups_by_cuda = self._decode_by_cuda and cuda.decode_tile() == attention.TILE
+        self._found: tuple[Spans, bool, SharedPrefix | None] | None = None
 
     def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return F.embedding(ids, weight).to(dtype)
@@ -126,12 +129,25 @@ class TritonKernels:
         if self._flash is not None:
             return self._flash(query, key_pages, value_pages, spans, scale)
         few_rows = len(query) < FEW_ROWS * len(spans.kv_length)
-        if self._decode_by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length)):
-            return _decode(query, key_pages, value_pages, spans, scale)
+        shared = self._shared_by(spans, len(query), key_pages.shape[2]) if few_rows else None
+        by_cuda = self._decode_by_cuda if shared is None else self._groups_by_cuda
+        if by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length)):
+            return _decode(query, key_pages, value_pages, spans, scale, shared)
         return attention.paged_attention(
             query, key_pages, value_pages, spans.query_start, spans.kv_length, spans.pages, scale,
-            few_rows=few_rows, exact=self.exact,
+            few_rows=few_rows, exact=self.exact, shared=shared,
         )  # fmt: skip
+
+    def _shared_by(self, spans: Spans, tokens: int, page_size: int) -> SharedPrefix | None:
+        """What the spans of a step of few rows share: found at its first layer, for all of them.
+
+        Found anew for a graph that is captured, of which nothing is part that ran before.
+        """
+        capturing = spans.pages.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._found is None or self._found[0] is not spans or self._found[1] != capturing:
+            arrays = spans.query_start, spans.kv_length, spans.pages
+            self._found = spans, capturing, attention.SharedPrefix.find(tokens, *arrays, page_size)
+        return self._found[2]
 
     def attention_with_stats(
         self, query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float
@@ -167,10 +183,15 @@ def _choose(scaled: Tensor, rows: Sequence[Draw], totals: Tensor) -> Tensor:
     return torch.where(totals.isfinite(), tokens, 0)  # the others mean nothing
 
 
-def _decode(query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float) -> Tensor:
+def _decode(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, spans: Spans, scale: float, shared: SharedPrefix | None
+) -> Tensor:
     """Attention of one row per span."""
-    scale *= attention.LOG2E
+    query = query.contiguous()
     peaks, totals, partials, tile = cuda.paged_decode_partials(
-        query.contiguous(), key_pages, value_pages, spans.kv_length, spans.pages, scale
-    )
+        query, key_pages, value_pages, spans.kv_length, spans.pages, scale * attention.LOG2E,
+        None if shared is None else shared.skipped,
+    )  # fmt: skip
+    if shared is not None:
+        attention.shared_partials(query, key_pages, value_pages, shared, scale, peaks, totals, partials)
     return attention.merge_tiles(peaks, totals, partials, spans.query_start, spans.kv_length, tile)

@@ -7,7 +7,8 @@ company of a row, nor the cut of its span, nor where its pages lie changes a bit
 
 A program takes the heads of one key head for some tokens of one span. In a step of few rows each tile goes to a program
 of its own, which stores its partial for `merge_kernel`; with many rows one program folds all tiles. Where a group of
-spans begins with the same pages, the tiles wholly inside are made for all rows of the group at once.
+spans begins with the same pages, the tiles wholly inside are made for all rows of the group at once (`SharedPrefix`):
+the same partial results, each of those keys and values read once for many rows.
 
 Twin: reference.paged_attention.
 """
@@ -22,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .arithmetic import dot, narrow
-from .tuning import attention_blocks
+from .tuning import AttentionBlocks, attention_blocks
 
-__all__ = ["LOG2E", "TILE", "SharedPrefix", "merge_tiles", "paged_attention"]
+__all__ = ["LOG2E", "TILE", "SharedPrefix", "merge_tiles", "paged_attention", "shared_partials"]
 
 TILE = 1024  # tokens of context per partial result
 BLOCK_N = 64  # tokens of context per matrix product
@@ -88,8 +89,8 @@ def span_of(block, query_start, spans, TOKENS: tl.constexpr):
 
 @triton.jit
 def attention_kernel(
-    query, key_pages, value_pages, query_start, kv_length, tables, skipped, out, log_sums, peaks, totals, partials,
-    scale, spans, heads, kv_heads, table_stride, tiles,
+    query, key_pages, value_pages, query_start, kv_length, tables, rows, skipped, out, log_sums, peaks, totals,
+    partials, scale, spans, heads, kv_heads, table_stride, tiles,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr,
     HALF: tl.constexpr, SAVES: tl.constexpr,
@@ -106,6 +107,8 @@ def attention_kernel(
     positions = length - (end - row) if CAUSAL else tl.zeros((BLOCK_M,), tl.int32) + length
     seen = tl.minimum(length, length - (end - first_row) + TOKENS) if CAUSAL else length
     if first_row < end:
+        if not CAUSAL:  # of a group, whose rows may lie anywhere
+            row = tl.load(rows + row, mask=active, other=0)
         head = kv_head * GROUP + at_m % GROUP
         place = row.to(tl.int64) * heads + head
         inside = active[:, None] & (at_d < DIM)[None, :]
@@ -172,16 +175,57 @@ def merge_kernel(
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Groups of neighbouring spans that begin with the same pages.
+    """Groups of spans that begin with the same pages, for paged_attention; the groups that are left over are empty.
 
-    query_start: int32 [groups + 1], rows of each group. kv_length: int32 [groups], shared tokens, a multiple of TILE
-    (0: nothing). pages: int32 [groups, pages]. skipped: int32 [spans], shared tiles of each span.
+    rows: int32 [T], the rows of the batch, those of a group side by side. query_start: int32 [spans + 1], where in
+    `rows` each group begins. kv_length: int32 [spans], shared tokens of a group, a multiple of TILE (0: nothing).
+    pages: int32 [spans, most pages] of a group. skipped: int32 [spans], shared tiles of each span.
     """
 
+    rows: Tensor
     query_start: Tensor
     kv_length: Tensor
     pages: Tensor
     skipped: Tensor
+
+    @classmethod
+    def find(
+        cls, tokens: int, query_start: Tensor, kv_length: Tensor, pages: Tensor, page_size: int
+    ) -> SharedPrefix | None:
+        """Group the spans of a step of `tokens` rows by their first tile. None where there can't be two such spans.
+
+        query_start, kv_length, pages: the fields of ops.Spans; two spans with one page at the same place have all
+        pages before it in common, as the prefix index has them. Nothing is read back from the device, and the launches
+        do not depend on what is found.
+        """
+        spans, tiles = len(kv_length), pages.shape[1] * page_size // TILE
+        if spans < 2 or not tiles:
+            return None
+        each, device = torch.arange(spans, device=pages.device), pages.device
+        counts = query_start.diff()
+        before = (kv_length - counts) // TILE  # tiles that all rows of a span see whole
+        ends = (torch.arange(1, tiles + 1, device=device) * TILE - 1) // page_size
+        marks = torch.where(torch.arange(tiles, device=device) < before[:, None], pages[:, ends], -1 - each[:, None])
+        key, order = marks[:, 0].sort(stable=True)
+        begins = torch.ones(spans, dtype=torch.bool, device=device)
+        torch.ne(key[1:], key[:-1], out=begins[1:])
+        group = begins.cumsum(0) - 1
+        first = torch.where(begins, each, 0).cummax(0).values  # where the group of each span begins in `order`
+        common = (marks[order] == marks[order[first]]).cumprod(1).sum(1)
+        members = torch.zeros_like(each).index_add_(0, group, torch.ones_like(each))
+        least = torch.full_like(each, tiles).scatter_reduce_(0, group, common, "amin")
+        shared = torch.where(members > 1, least, 0)
+        rows_of = torch.zeros_like(each).index_add_(0, group, counts[order].long())
+        leaders = torch.zeros_like(each).scatter_reduce_(0, group, each, "amin", include_self=False)
+        behind = counts[order].cumsum(0) - counts[order]
+        moved = torch.repeat_interleave(query_start[order] - behind, counts[order], output_size=tokens)
+        return cls(
+            rows=(torch.arange(tokens, device=device) + moved).int(),
+            query_start=torch.nn.functional.pad(rows_of.cumsum(0), (1, 0)).int(),
+            kv_length=(shared * TILE).int(),
+            pages=pages[order[leaders]],
+            skipped=torch.zeros_like(each).index_copy_(0, order, shared[group]).int(),
+        )
 
 
 def paged_attention(
@@ -198,40 +242,57 @@ def paged_attention(
     log_sums: float32 [T, heads], gets the log2 of each row's sum for the backward pass; not with few_rows.
     """
     tokens, heads, head_dim = query.shape
-    kv_heads, page_size = key_pages.shape[1], key_pages.shape[2]
-    group = heads // kv_heads
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     if not tokens:
         return out
     query = query.contiguous()
-    block_d = max(triton.next_power_of_2(head_dim), 16)
-    blocks = attention_blocks(head_dim, group, small=few_rows and not exact)
-    per_block = blocks.m // group
-    sizes = {"GROUP": group, "PAGE": page_size, "DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": blocks.m}
-    tiles = triton.cdiv(pages.shape[1] * page_size, TILE)
+    tiles = triton.cdiv(pages.shape[1] * key_pages.shape[2], TILE)
     peaks, totals, partials = out, out, out
     if few_rows:
         peaks, totals = (torch.empty(tokens, heads, tiles, dtype=torch.float32, device=query.device) for _ in range(2))
         partials = torch.empty(tokens, heads, tiles, head_dim, dtype=torch.float32, device=query.device)
-
-    def launch(starts: Tensor, lengths: Tensor, tables: Tensor, skipped: Tensor, width: int, causal: bool) -> None:
-        grid = (tokens // per_block + len(lengths), kv_heads, width)
-        attention_kernel[grid](
-            query, key_pages, value_pages, starts, lengths, tables, skipped, out,
-            out if log_sums is None else log_sums, peaks, totals, partials,
-            scale * LOG2E, len(lengths), heads, kv_heads, tables.stride(0), tiles,
-            **sizes, BLOCK_N=BLOCK_N, TILE=TILE, CAUSAL=causal, PARTIAL=few_rows,
-            HALF=key_pages.dtype != torch.float32, SAVES=log_sums is not None,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
-
-    nothing = torch.zeros_like(kv_length)
     if shared is not None:
-        width = triton.cdiv(shared.pages.shape[1] * page_size, TILE)
-        launch(shared.query_start, shared.kv_length, shared.pages, torch.zeros_like(shared.kv_length), width, False)
-    skipped = nothing if shared is None else shared.skipped
-    launch(query_start, kv_length, pages, skipped, tiles if few_rows else 1, True)
+        shared_partials(query, key_pages, value_pages, shared, scale, peaks, totals, partials)
+    group = heads // key_pages.shape[1]
+    _launch(
+        query, key_pages, value_pages, query_start, kv_length, pages, query_start,
+        torch.zeros_like(kv_length) if shared is None else shared.skipped,
+        out, out if log_sums is None else log_sums, peaks, totals, partials, scale,
+        blocks=attention_blocks(head_dim, group, small=few_rows and not exact), tiles=tiles if few_rows else 1,
+        causal=True, partial=few_rows, saves=log_sums is not None,
+    )  # fmt: skip
     return merge_tiles(peaks, totals, partials, query_start, kv_length, TILE) if few_rows else out
+
+
+def shared_partials(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, shared: SharedPrefix, scale: float, peaks: Tensor,
+    totals: Tensor, partials: Tensor,
+) -> None:  # fmt: skip
+    """Write what merge_tiles folds for the tiles that groups share; the others are left alone."""
+    heads, head_dim = query.shape[1:]
+    _launch(
+        query, key_pages, value_pages, shared.query_start, shared.kv_length, shared.pages, shared.rows,
+        torch.zeros_like(shared.kv_length), partials, partials, peaks, totals, partials, scale,
+        blocks=attention_blocks(head_dim, heads // key_pages.shape[1], small=False), tiles=peaks.shape[2],
+        causal=False, partial=True, saves=False,
+    )  # fmt: skip
+
+
+def _launch(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, query_start: Tensor, kv_length: Tensor, tables: Tensor,
+    rows: Tensor, skipped: Tensor, out: Tensor, log_sums: Tensor, peaks: Tensor, totals: Tensor, partials: Tensor,
+    scale: float, *, blocks: AttentionBlocks, tiles: int, causal: bool, partial: bool, saves: bool,
+) -> None:  # fmt: skip
+    tokens, heads, head_dim = query.shape
+    kv_heads, page_size = key_pages.shape[1:3]
+    group = heads // kv_heads
+    attention_kernel[(tokens // (blocks.m // group) + len(kv_length), kv_heads, tiles)](
+        query, key_pages, value_pages, query_start, kv_length, tables, rows, skipped, out, log_sums, peaks, totals,
+        partials, scale * LOG2E, len(kv_length), heads, kv_heads, tables.stride(0), tiles,
+        GROUP=group, PAGE=page_size, DIM=head_dim, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), BLOCK_M=blocks.m,
+        BLOCK_N=BLOCK_N, TILE=TILE, CAUSAL=causal, PARTIAL=partial, HALF=key_pages.dtype != torch.float32, SAVES=saves,
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
 
 
 def merge_tiles(

@@ -23,13 +23,14 @@ void call_gemv(Address x, Index x_stride, Address weight, int type, Address scal
 }
 
 void call_paged_decode(Address query, Address key_pages, Address value_pages, Address kv_length, Address tables,
-                       int table_stride, int spans, int heads, int kv_heads, int head_dim, int page_size, int tiles,
-                       float scale, Address peaks, Address totals, Address partials, Address stream) {
-    paged_decode(
-        {at<const float>(query), at<const void>(key_pages), at<const void>(value_pages),
-         at<const std::int32_t>(kv_length), at<const std::int32_t>(tables), table_stride, spans, heads, kv_heads,
-         head_dim, page_size, tiles, scale, at<float>(peaks), at<float>(totals), at<float>(partials)},
-        at<void>(stream));
+                       Address skipped, int table_stride, int spans, int heads, int kv_heads, int head_dim,
+                       int page_size, int tiles, float scale, Address peaks, Address totals, Address partials,
+                       Address stream) {
+    paged_decode({at<const float>(query), at<const void>(key_pages), at<const void>(value_pages),
+                  at<const std::int32_t>(kv_length), at<const std::int32_t>(tables), at<const std::int32_t>(skipped),
+                  table_stride, spans, heads, kv_heads, head_dim, page_size, tiles, scale, at<float>(peaks),
+                  at<float>(totals), at<float>(partials)},
+                 at<void>(stream));
 }
 
 }  // namespace

@@ -34,6 +34,7 @@ struct PagedDecode {
     const void* value_pages;
     const std::int32_t* kv_length;  // [spans]
     const std::int32_t* tables;     // [spans, table_stride]
+    const std::int32_t* skipped;    // [spans]: tiles, from the first on, that somebody else makes; or null
     std::int32_t table_stride, spans, heads, kv_heads, head_dim, page_size, tiles;
     float scale;      // of the scores, times log2(e)
     float* peaks;     // [spans, heads, tiles]: largest score

@@ -4,7 +4,7 @@
 // once, row by row, each row behind a gap of 16 bytes so that matrix loads meet no bank twice. Each warp makes a partial
 // result (largest score, sum, output) of its own tokens on the tensor cores; these are folded in the order of the tokens.
 // On sm_90 the copies are bulk copies, and a cluster of blocks folds its slices to one partial per tile through its
-// shared memory. `merge_kernel` of triton_kernels/attention.py folds the tiles.
+// shared memory. `merge_kernel` of triton_kernels/attention.py folds the tiles, of which some may be made there too.
 // Twin: engine/reference.py paged_attention.
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(PagedDecode call) {
     const int slice = blockIdx.x, kv_head = blockIdx.y, span = blockIdx.z;
     const int tile = slice / BLOCKS, group = call.heads / call.kv_heads;
     const int length = call.kv_length[span];
-    if (tile * BLOCKS * SLICE >= length) return;  // the whole cluster
+    const int begin = call.skipped == nullptr ? 0 : call.skipped[span];
+    if (tile < begin || tile * BLOCKS * SLICE >= length) return;  // the whole cluster
     const int seen = min(max(length - slice * SLICE, 0), SLICE);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const std::int32_t* table = call.tables + static_cast<Index>(span) * call.table_stride;

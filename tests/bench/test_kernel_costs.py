@@ -1,7 +1,14 @@
 """The byte and FLOP model of single kernels against counts made by hand, row by row."""
 
 import pytest
-from palimpsest.bench.kernel_costs import Heads, attention_backward_cost, attention_cost, moved, product_cost
+from palimpsest.bench.kernel_costs import (
+    Heads,
+    attention_backward_cost,
+    attention_cost,
+    group_cost,
+    moved,
+    product_cost,
+)
 
 HEADS = Heads(query=6, kv=2, dim=8)
 
@@ -16,6 +23,13 @@ def test_attention_counts_each_row_with_the_keys_it_sees(spans):
     backward = attention_backward_cost(spans, HEADS, kv_bytes=2)
     assert backward.flops == seen * 6 * 5 * 2 * 8
     assert backward.bytes == keys * 2 * 2 * 8 * (2 + 4) + rows * 6 * 8 * 4 * 4
+
+
+def test_a_group_reads_what_it_shares_once():
+    one, group = group_cost(1, 100, 60, HEADS, kv_bytes=2), group_cost(3, 100, 60, HEADS, kv_bytes=2)
+    assert one == attention_cost([(1, 100)], HEADS, kv_bytes=2)
+    assert group.flops == 3 * one.flops
+    assert group.bytes == (60 + 3 * 40) * 2 * 2 * 8 * 2 + 3 * 6 * 8 * (4 + 4)
 
 
 def test_a_product_reads_its_weight_once_however_many_rows_there_are():

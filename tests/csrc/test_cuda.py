@@ -106,6 +106,13 @@ def test_paged_decode(heads: int, kv_heads: int, dim: int) -> None:
         case.query, case.key, case.value, spans.kv_length, spans.pages, scale * LOG2E
     )
     ours = merge_tiles(peaks, totals, partials, spans.query_start, spans.kv_length, tile)
+    skipped = torch.tensor([0, 0, 0, 1, 1, 2], dtype=torch.int32, device="cuda")
+    again = cuda.paged_decode_partials(
+        case.query, case.key, case.value, spans.kv_length, spans.pages, scale * LOG2E, skipped
+    )
+    for span, length in enumerate(lengths):
+        kept = slice(int(skipped[span]), -(-length // tile))
+        assert torch.equal(again[2][span, :, kept], partials[span, :, kept])
     narrow = case.query.bfloat16()
     exact = reference.paged_attention(narrow.double(), case.key.double(), case.value.double(), spans, scale)
     plain = reference.paged_attention(narrow, case.key, case.value, spans, scale)

@@ -28,6 +28,8 @@ from palimpsest.tests.rl.test_trainer import (
     roll,
 )
 from palimpsest.tests.tiny_models import make_model_folder
+from palimpsest.tests.triton_kernels.test_products import Case
+from palimpsest.triton_kernels import attention
 
 
 def test_the_ids_are_those_of_plain_torch(tmp_path: Path) -> None:
@@ -135,6 +137,53 @@ def test_a_gpu_that_cannot_be_used(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old")
     with pytest.raises(ConfigError, match=reason):
         select("triton", torch.float32, torch.float32, 64, 1)
+
+
+def test_prompts_of_a_group_share_their_first_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE", 64)
+    folder = make_model_folder(tmp_path, "qwen3", num_hidden_layers=1)
+    shared, found = list(range(3, 67)), []
+    find = attention.SharedPrefix.find
+
+    def spy(*arguments: object) -> attention.SharedPrefix | None:
+        found.append(find(*arguments))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(attention.SharedPrefix, "find", spy)
+    results = []
+    for backend, exact in (("triton", True), ("reference", False)):
+        engine = Engine(folder, EngineConfig(backend=backend, exact=exact, drafts=False, kv_bytes=2**20))
+        prompts = [[*shared, *tail] for tail in ([5], [9, 8])]
+        results.append(engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
+    for ours, plain in zip(*results, strict=True):
+        assert ours.token_ids == plain.token_ids
+        assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    assert [one.skipped.tolist() for one in found if one is not None] == [[1, 1]]
+
+
+def test_the_gpu_s_own_decode_leaves_to_the_group_what_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On sm_90 both cut the context into the same tiles; else Triton's kernels do all of a step that may share."""
+    case = Case(torch.device("cpu"), [1, 1], [70, 70], 2, 2, 64, torch.bfloat16)
+    case.spans.pages[1, :8] = case.spans.pages[0, :8]
+    skipped: list[list[int]] = []
+
+    def partials(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        skipped.append(arguments[6].tolist())
+        tiles = -(-case.spans.pages.shape[1] * 8 // 64)
+        return torch.zeros(2, 2, tiles), torch.ones(2, 2, tiles), torch.zeros(2, 2, tiles, 64), 64
+
+    monkeypatch.setattr(triton_ops, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(attention, "TILE", 64)
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(cuda, "paged_decode_partials", partials)
+    key = value = torch.randn(2, 2, 64)
+    slots = torch.tensor([int(case.spans.pages[span, 8]) * 8 + 5 for span in (0, 1)])
+    for tile, calls in ((64, 1), (128, 0)):
+        skipped.clear()
+        monkeypatch.setattr(cuda, "decode_tile", lambda tile=tile: tile)
+        ops = triton_ops.TritonKernels()
+        ops.attend(case.query, key, value, case.key, case.value, slots, case.spans, case.scale)
+        assert skipped == [[1, 1]] * calls
 
 
 def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

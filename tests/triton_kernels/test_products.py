@@ -123,14 +123,35 @@ def test_attention_over_nothing(device: torch.device) -> None:
     assert case.run(few_rows=True).shape == (0, 2, 16)
 
 
-def test_a_shared_prefix_read_once_gives_the_same_bits(device: torch.device) -> None:
-    """Three sequences begin with the pages of the first: two tiles of 64 tokens."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_groups_share_is_read_once_with_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """Spans 0 and 3 begin with the same two tiles of 64 tokens, 1 and 4 with one, 2 with that of nobody."""
     from palimpsest.triton_kernels.attention import SharedPrefix
 
-    case = Case(device, [1, 1, 1], [140, 150, 131], 4, 2, 16, torch.float32)
-    case.spans.pages[1:, :16] = case.spans.pages[0, :16]
-    numbers = [[0, 3], [128]]
-    starts, shared = (torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
-    skipped = torch.full((3,), 2, dtype=torch.int32, device=device)
-    prefix = SharedPrefix(starts, shared, case.spans.pages[:1, :16].contiguous(), skipped)
-    assert torch.equal(case.run(few_rows=True, exact=True, shared=prefix), case.run(few_rows=True, exact=True))
+    case = Case(device, [1, 3, 1, 1, 1], [140, 150, 131, 135, 70], 4, 2, 16, dtype)
+    pages = case.spans.pages
+    pages[3, :16], pages[4, :8] = pages[0, :16], pages[1, :8]
+    shared = SharedPrefix.find(7, case.spans.query_start, case.spans.kv_length, pages, page_size=8)
+    assert shared is not None
+    assert shared.skipped.tolist() == [2, 1, 0, 2, 1]
+    groups = [
+        (shared.rows[shared.query_start[i] : shared.query_start[i + 1]].tolist(), int(shared.kv_length[i]))
+        for i in range(5)
+    ]
+    assert sorted(groups) == [([], 0), ([], 0), ([0, 5], 128), ([1, 2, 3, 6], 64), ([4], 0)]
+    plain = case.run(few_rows=True, exact=True)
+    assert torch.equal(case.run(few_rows=True, exact=True, shared=shared), plain)
+    # Of the followers the pages that they share are not read any more.
+    read = torch.full_like(pages, len(case.key) - 1)
+    for span, first in enumerate((0, 0, 0, 16, 8)):
+        read[span, first:] = pages[span, first:]
+    case.spans = Spans(case.spans.query_start, case.spans.kv_length, read)
+    assert torch.equal(case.run(few_rows=True, exact=True, shared=shared), plain)
+
+
+def test_nothing_is_looked_for_in_one_span_or_less_than_a_tile(device: torch.device) -> None:
+    from palimpsest.triton_kernels.attention import SharedPrefix
+
+    for counts, lengths in (([1], [200]), ([1, 1], [30, 30])):
+        spans = Case(device, counts, lengths, 2, 2, 16, torch.float32).spans
+        assert SharedPrefix.find(len(counts), spans.query_start, spans.kv_length, spans.pages, page_size=8) is None
