@@ -109,10 +109,9 @@ def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         for rows in (*sizes.few, sizes.rows):
             x = torch.randn(rows, inputs, device=device)
             cost = product_cost(rows, inputs, outputs, codes.element_size())
-            run = lambda x=x, codes=codes: linear.scaled_linear(x, codes, scales, None)  # noqa: E731
-            yield Case("linear", rows, 0, run, None, cost, name)
+            yield Case("linear", rows, 0, partial(linear.scaled_linear, x, codes, scales, None), None, cost, name)
             if by_cuda and cuda.fits_gemv(x, codes):
-                run = lambda x=x, codes=codes: cuda.gemv(x, codes, scales, None)  # noqa: E731
+                run = partial(cuda.gemv, x, codes, scales, None)
                 yield Case("gemv", rows, 0, run, None, cost, name, engine="cuda")
 
 
@@ -210,9 +209,7 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         if _has_float8(device):
             step.in_float8()
             cost = attention_cost([(1, context)] * batch, heads, 1)
-            yield Case(
-                "attention decode", batch, context, lambda step=step: step.ours(few_rows=True), None, cost, "fp8"
-            )  # type: ignore[misc]
+            yield Case("attention decode", batch, context, partial(step.ours, few_rows=True), None, cost, "fp8")
     whole = _Pages(sizes, 1, prompt, prompt, device)
     cost = attention_cost([(prompt, prompt)], heads, HALF.itemsize)
     yield Case("attention prefill", prompt, prompt, lambda: whole.ours(few_rows=False), whole.torch, cost)
