@@ -90,7 +90,6 @@ class TritonKernels:
         self._flash = flash
         self._few_rows_by_cuda = reason is None and not exact
         self._decode_by_cuda = self._few_rows_by_cuda and attention_kernels != "triton"
-        self._groups_by_cuda = self._decode_by_cuda and cuda.decode_tile() == attention.TILE
         self._found: tuple[Spans, bool, SharedPrefix | None] | None = None
 
     def embedding(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,8 +129,8 @@ class TritonKernels:
             return self._flash(query, key_pages, value_pages, spans, scale)
         few_rows = len(query) < FEW_ROWS * len(spans.kv_length)
         shared = self._shared_by(spans, len(query), key_pages.shape[2]) if few_rows else None
-        by_cuda = self._decode_by_cuda if shared is None else self._groups_by_cuda
-        if by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length)):
+        by_cuda = self._decode_by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length))
+        if by_cuda and (shared is None or cuda.decode_tile() == attention.TILE):
             return _decode(query, key_pages, value_pages, spans, scale, shared)
         return attention.paged_attention(
             query, key_pages, value_pages, spans.query_start, spans.kv_length, spans.pages, scale,
