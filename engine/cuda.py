@@ -13,7 +13,18 @@ try:
 except ImportError:  # an installation without a compiler
     _C = None  # type: ignore[assignment]
 
-__all__ = ["GEMV_ROWS", "decode_tile", "fits_decode", "fits_gemv", "gemv", "paged_decode_partials", "unavailable"]
+__all__ = [
+    "GEMV_ROWS",
+    "all_reduce",
+    "decode_tile",
+    "fits_decode",
+    "fits_gemv",
+    "gemv",
+    "open_region",
+    "paged_decode_partials",
+    "peer_region",
+    "unavailable",
+]
 
 GEMV_ROWS = 8
 HEAD_DIMS = (64, 128)
@@ -60,6 +71,32 @@ def gemv(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) 
         torch.cuda.current_stream().cuda_stream,
     )
     return out
+
+
+def peer_region(capacity: int) -> tuple[int, bytes]:
+    """Memory for `all_reduce` of up to `capacity` numbers, which other processes can map; -> its address and handle.
+
+    It stays until the process ends. Raises RuntimeError with CUDA's own words.
+    """
+    address = _C.cuda_peer_allocate(_C.cuda_all_reduce_bytes(capacity))
+    return address, _C.cuda_peer_handle(address)
+
+
+def open_region(handle: bytes) -> int:
+    """The address of another process's region. Raises RuntimeError where the GPUs cannot reach each other."""
+    return int(_C.cuda_peer_open(handle))
+
+
+def all_reduce(x: Tensor, out: Tensor, capacity: int, regions: list[int], rank: int, *, two_shot: bool) -> None:
+    """out = the sum of all ranks' x, in the order of the ranks; both float32, dense, 16-byte aligned.
+
+    regions: of each rank, for up to `capacity` numbers. two_shot: each rank sums a part of them and reads the others'.
+    Twin: the fold of parallel.py.
+    """
+    _C.cuda_all_reduce(
+        *(x.data_ptr(), out.data_ptr(), x.numel(), capacity, regions, rank, two_shot),
+        torch.cuda.current_stream().cuda_stream,
+    )
 
 
 def fits_decode(query: Tensor, key_pages: Tensor, spans: int) -> bool:

@@ -6,12 +6,14 @@ the engine got and from the tokens drawn, which are the same on every rank where
 before whatever the ranks do together, and refuses what would leave one rank waiting for another.
 
 Exactness: a sum over ranks is taken in their order, element by element, so it does not depend on the batch, and all
-ranks have the same bits. The order of a ring all-reduce depends on the size of what is summed.
+ranks have the same bits. The order of a ring all-reduce depends on the size of what is summed. On GPUs that reach each
+other's memory one kernel makes the sum (peer_sums.py), else all parts are gathered and folded: the same bits.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b, sha256
@@ -25,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from .errors import RequestError
 from .model_config import ModelConfig
+from .peer_sums import PeerSums, connect
 from .shards import Shards
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class TensorParallel:
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._calls, self._history = 0, blake2b(digest_size=7)
         self._failed = False
+        self._peers = self._connect() if on_gpu else None
 
     def apply(self, model: Decoder) -> None:
         """Make a model of this rank's shards a part of the whole."""
@@ -65,7 +69,18 @@ class TensorParallel:
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' x, in the order of the ranks."""
+        if self._peers is not None and self._peers.fits(x):
+            return self._peers(x)
         return _fold(self._gather(x))
+
+    def _connect(self) -> PeerSums | None:
+        """None, with a warning, where sums have to go through NCCL."""
+        peers = connect(self._group)
+        if isinstance(peers, PeerSums):
+            return peers
+        if self.rank == 0:
+            warnings.warn(f"sums over ranks go through NCCL, which takes longer: {peers}", stacklevel=2)
+        return None
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""

@@ -1,6 +1,11 @@
 // The CUDA kernels in the Python module. engine/cuda.py makes the checks.
 #include "bindings.h"
 
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <vector>
+
 #include "kernels.h"
 
 namespace py = pybind11;
@@ -33,6 +38,14 @@ void call_paged_decode(Address query, Address key_pages, Address value_pages, Ad
                  at<void>(stream));
 }
 
+void call_all_reduce(Address x, Address y, Index count, Index capacity, const std::vector<Address>& regions, int rank,
+                     bool two_shot, Address stream) {
+    if (regions.size() > ALL_REDUCE_RANKS) throw std::invalid_argument("all_reduce takes at most 8 ranks");
+    AllReduce call = {at<const float>(x), at<float>(y), count, capacity, {}, rank, int(regions.size()), two_shot};
+    std::transform(regions.begin(), regions.end(), call.regions, at<void>);
+    all_reduce(call, at<void>(stream));
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -40,6 +53,11 @@ void bind(py::module_& m) {
     m.def("cuda_gemv", &call_gemv);
     m.def("cuda_paged_decode", &call_paged_decode);
     m.def("cuda_decode_tile", &decode_tile);
+    m.def("cuda_all_reduce", &call_all_reduce);
+    m.def("cuda_all_reduce_bytes", &all_reduce_bytes);
+    m.def("cuda_peer_allocate", [](Index bytes) { return Address(peer_allocate(bytes)); });
+    m.def("cuda_peer_handle", [](Address memory) { return py::bytes(peer_handle(at<void>(memory))); });
+    m.def("cuda_peer_open", [](const std::string& handle) { return Address(peer_open(handle)); });
 }
 
 }  // namespace palimpsest::cuda

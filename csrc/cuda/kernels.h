@@ -2,6 +2,7 @@
 // work on the stream and return; a launch that fails throws std::runtime_error with CUDA's own words.
 #pragma once
 #include <cstdint>
+#include <string>
 
 namespace palimpsest::cuda {
 
@@ -44,5 +45,24 @@ struct PagedDecode {
 inline constexpr int DECODE_GROUP = 16;  // most query heads per key head
 int decode_tile();                       // tokens per partial result on the current device
 void paged_decode(const PagedDecode& call, void* stream);
+
+// Memory of this rank's GPU that other processes map by its handle, until they end; zeros at first.
+void* peer_allocate(Index bytes);
+std::string peer_handle(void* memory);
+void* peer_open(const std::string& handle);
+
+inline constexpr int ALL_REDUCE_RANKS = 8;  // at most
+
+// y = the sum of all ranks' x, in the order of the ranks. All ranks make the same calls.
+struct AllReduce {
+    const float* x;  // [count], 16-byte aligned, as y is
+    float* y;
+    Index count, capacity;            // numbers; a multiple of 4, and the most that a region takes
+    void* regions[ALL_REDUCE_RANKS];  // of `all_reduce_bytes(capacity)` each, as this rank has them mapped
+    std::int32_t rank, ranks;
+    bool two_shot;
+};
+Index all_reduce_bytes(Index capacity);
+void all_reduce(const AllReduce& call, void* stream);
 
 }  // namespace palimpsest::cuda

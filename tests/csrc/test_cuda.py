@@ -60,6 +60,17 @@ def test_weights_come_in_16_bytes(machine_code: dict[tuple[str, str], str]) -> N
         assert kernels and all(re.search(r"LDG\.E\.\S*128\S*CONSTANT", code) for code in kernels)
 
 
+def test_what_ranks_give_is_read_in_16_bytes_and_never_from_a_cache_that_may_be_old(
+    machine_code: dict[tuple[str, str], str],
+) -> None:
+    for target in TARGETS:
+        kernels = [code for (at, name), code in machine_code.items() if at == target and "all_reduce_kernel" in name]
+        assert len(kernels) == 2 * (8 - 1)  # one-shot and two-shot for 2 to 8 ranks
+        for code in kernels:
+            assert re.search(r"LDG\.E\.128", code) and re.search(r"STG\.E\.128", code) and "CONSTANT" not in code
+            assert re.search(r"LD(G)?\.E\S*STRONG\.SYS", code) and re.search(r"ST(G)?\.E\S*STRONG\.SYS", code)
+
+
 def test_pages_come_in_bulk_and_meet_the_tensor_cores(machine_code: dict[tuple[str, str], str]) -> None:
     for target, copy in zip(TARGETS, ("LDGSTS", "UBLKCP"), strict=True):
         kernels = [code for (at, name), code in machine_code.items() if at == target and "decode_kernel" in name]
