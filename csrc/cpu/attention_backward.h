@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention.h"
-#include "linear.h"
+#include "tile.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 

@@ -1,26 +1,26 @@
 // y = x W^T + b with W in the checkpoint's [out, in] rows, read in place; up to three such layers over one x at once.
 //
-// Order: that of chains.h over the `in` axis, then the bias, then what `finish` asks for. Two forms keep it:
+// Order: that of chains.h over the `in` axis, then the bias, then what `finish` asks for. Three forms keep it:
 //   few rows   sixteen rows of W at a time are transposed in registers and used at once: W is read once, nothing is
-//   stored; many rows  a block of W is transposed into a thread's buffer and used for all rows of x.
+//   stored; some rows  x is transposed, and W read in place (row_lanes.h); many rows  a block of W is transposed into a
+//   thread's buffer and used for all rows of x.
 #pragma once
 
-#include "chains.h"
 #include "elementwise.h"
+#include "row_lanes.h"
 #include "team.h"
+#include "tile.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 
-#if defined(__AVX512F__)
-constexpr int kFewRows = 24;
-#else
-constexpr int kFewRows = 8;
-#endif
+// Few are rows that one pass takes, or two where the weights are widened from bfloat16.
+constexpr Index kFewRows = kPassRows, kFewWideRows = 2 * kPassRows, kSomeRows = 64;
 // Of few rows: blocks of W that the cache is asked for in advance.
 constexpr Index kFarBlocks = 16, kNearBlocks = 8;
+// Of some rows: into how many parts for each thread the outputs are cut, each of so many groups of sixteen at least.
+constexpr Index kMostParts = 8, kLeastPartGroups = 16;
 // Of the form for many rows: what one task computes at most, and the least rows worth a transposed copy of the weights.
 constexpr Index kTaskOutputs = 96, kTaskRows = 512, kLeastTaskRows = 96;
-constexpr Index kPanelAhead = 8;  // columns of a panel that the cache is asked for in advance: they come from L2
 
 // Pointers to sixteen rows of W from row n on; beyond the last one they repeat it, and nobody looks at the results.
 template <class T>
@@ -66,6 +66,30 @@ inline void finish_outputs(const LinearCall& c, Index l, Index m, Index n, F16 s
     }
 }
 
+// Sixteen neighbouring outputs, of one layer or of those finished together.
+inline Index groups_of(const LinearLayer& layer) { return divide_up(layer.out, kWidth); }
+
+inline Index count_groups(const LinearCall& c) {
+    Index groups = 0;
+    for (Index l = 0; l < c.count; l += layers_at_once(c)) groups += groups_of(c.layers[l]);
+    return groups;
+}
+
+// Calls body(layer, first output) of a group.
+template <class Body>
+inline void with_group(const LinearCall& c, Index group, Body body) {
+    Index l = 0;
+    for (; group >= groups_of(c.layers[l]); l += layers_at_once(c)) group -= groups_of(c.layers[l]);
+    body(l, group * kWidth);
+}
+
+// So many columns further on than k, and beyond the end of sixteen rows in the next sixteen.
+template <class T>
+inline Index beyond(Index k, Index in, Index blocks) {
+    Index distance = blocks * Block<T>::kDepth;
+    return k + distance < in ? distance : distance + (kWidth - 1) * in;
+}
+
 // ---- few rows ----
 
 // total[r]: sixteen outputs of row m + r from output n on.
@@ -73,13 +97,9 @@ template <int R, class T>
 void sixteen_outputs(const LinearCall& c, const LinearLayer& layer, Index m, Index n, F16 (&total)[R]) {
     const T* weight_rows[kWidth];
     row_pointers(static_cast<const T*>(layer.weight), c.in, layer.out, n, weight_rows);
-    // So many blocks further on, and beyond the end of these rows in the next sixteen.
-    auto beyond = [&c](Index k, Index blocks) {
-        Index distance = blocks * Block<T>::kDepth;
-        return k + distance < c.in ? distance : distance + (kWidth - 1) * c.in;
-    };
-    sixteen_chains<R, T>(c.x + m * c.x_stride, c.x_stride, weight_rows, c.in, total,
-                         [&](Index k) { return Ahead{beyond(k, kFarBlocks), beyond(k, kNearBlocks)}; });
+    sixteen_chains<R, T>(c.x + m * c.x_stride, c.x_stride, weight_rows, c.in, total, [&](Index k) {
+        return Ahead{beyond<T>(k, c.in, kFarBlocks), beyond<T>(k, c.in, kNearBlocks)};
+    });
 }
 
 template <int R>
@@ -91,24 +111,71 @@ void sixteen_outputs(const LinearCall& c, Index l, Index m, Index n, F16 (&total
 }
 
 inline void linear_few_rows(const LinearCall& c) {
-    Index together = layers_at_once(c), groups = 0, outputs = 0;
-    for (Index l = 0; l < c.count; l += together) {
-        groups += divide_up(c.layers[l].out, kWidth);
-        outputs += together * c.layers[l].out;
-    }
-    share_evenly(groups, outputs * c.in > 65536, [&](Index group) {
-        Index l = 0;
-        for (; group >= divide_up(c.layers[l].out, kWidth); l++) group -= divide_up(c.layers[l].out, kWidth);
-        Index n = group * kWidth;
-        for (Index m = 0; m < c.rows; m += kPassRows)
-            with_rows<kPassRows>(smaller(kPassRows, c.rows - m), [&](auto count) {
-                constexpr int R = decltype(count)::value;
-                F16 total[R] = {}, others[R] = {};
-                sixteen_outputs<R>(c, l, m, n, total);
-                if (together == 2) sixteen_outputs<R>(c, l + 1, m, n, others);
-                for (int r = 0; r < R; r++) finish_outputs(c, l, m + r, n, total[r], others[r]);
-            });
+    Index groups = count_groups(c);
+    share_evenly(groups, groups * kWidth * c.in > 65536, [&](Index group) {
+        with_group(c, group, [&](Index l, Index n) {
+            for (Index m = 0; m < c.rows; m += kPassRows)
+                with_rows<kPassRows>(smaller(kPassRows, c.rows - m), [&](auto count) {
+                    constexpr int R = decltype(count)::value;
+                    F16 total[R] = {}, others[R] = {};
+                    sixteen_outputs<R>(c, l, m, n, total);
+                    if (layers_at_once(c) == 2) sixteen_outputs<R>(c, l + 1, m, n, others);
+                    for (int r = 0; r < R; r++) finish_outputs(c, l, m + r, n, total[r], others[r]);
+                });
+        });
     });
+}
+
+// ---- some rows ----
+
+// Sixteen rows of W from row n on, as floats: in place, or widened into `wide`.
+struct FloatRows {
+    const float* rows[kWidth];
+
+    FloatRows(const LinearCall& c, const LinearLayer& layer, Index n, float* wide) {
+        if (!layer.weight_bf16) {
+            row_pointers(static_cast<const float*>(layer.weight), c.in, layer.out, n, rows);
+            return;
+        }
+        const BFloat16* narrow[kWidth];
+        row_pointers(static_cast<const BFloat16*>(layer.weight), c.in, layer.out, n, narrow);
+        for (Index j = 0; j < kWidth; j++) {
+            float* to = wide + j * c.in;
+            Index k = 0;
+            for (; k + kWidth <= c.in; k += kWidth) {
+                if (k % Block<BFloat16>::kDepth == 0) __builtin_prefetch(narrow[j] + k + kWidth * c.in, 0, 2);
+                F16::load(narrow[j] + k).store(to + k);
+            }
+            for (; k < c.in; k++) to[k] = to_float(narrow[j][k]);
+            rows[j] = to;
+        }
+    }
+};
+
+// The groups first .. last.
+inline void lane_task(const LinearCall& c, Index first, Index last) {
+    bool pair = layers_at_once(c) == 2;
+    LaneRows x(c.x, c.x_stride, c.rows, c.in);
+    LaneBuffer wide(kWidth * c.in), others_wide(kWidth * c.in);
+    auto ahead = [&](Index k) { return beyond<float>(k, c.in, kFarBlocks); };
+    for (Index group = first; group < last; group++)
+        with_group(c, group, [&](Index l, Index n) {
+            FloatRows w(c, c.layers[l], n, wide.data), v(c, c.layers[pair ? l + 1 : l], n, others_wide.data);
+            for (Index m = 0; m < c.rows; m += kWidth) {
+                F16 total[kWidth], others[kWidth];
+                x.sixteen_outputs(m, w.rows, total, ahead);
+                if (pair) x.sixteen_outputs(m, v.rows, others, ahead);
+                for (Index r = 0; r < smaller(kWidth, c.rows - m); r++)
+                    finish_outputs(c, l, m + r, n, total[r], pair ? others[r] : F16::zero());
+            }
+        });
+}
+
+// Cuts the groups into a few parts for each thread, each with a copy of x of its own.
+inline void linear_some_rows(const LinearCall& c) {
+    Index threads = max_threads(), groups = count_groups(c);
+    Index parts = threads * larger(1, smaller(kMostParts, groups / (kLeastPartGroups * threads)));
+    share_by_demand(parts, true, [&](Index part) { lane_task(c, groups * part / parts, groups * (part + 1) / parts); });
 }
 
 // ---- many rows ----
@@ -133,35 +200,6 @@ void fill_panel(const T* w, Index in, Index out, Index n, Index start, Index dep
             for (int i = 0; i < depth - k; i++) Block<T>::column(t, i).store(to + (k + i) * kPanel);
         }
     }
-}
-
-inline void add_outputs(F16 v, float* y, Index valid, bool first) {
-    if (valid >= kWidth)
-        (first ? v : F16::load(y) + v).store(y);
-    else if (valid > 0)
-        store_first(first ? v : load_first(y, valid) + v, y, valid);
-}
-
-// R rows x one panel over one block of k. x: R rows, x_stride apart. Adds to y, or with `first` sets it.
-template <int R>
-void tile(const float* x, Index x_stride, const float* panel, Index depth, float* y, Index y_stride, Index valid,
-          bool first) {
-    F16 acc[R][kTileVectors];
-    set_zero(acc);
-    auto load = [panel](Index k, F16(&w)[kTileVectors]) {
-        const float* column = panel + k * kPanel;
-#pragma GCC unroll 2
-        for (int v = 0; v < kTileVectors; v++) {
-            w[v] = F16::load(column + v * kWidth);
-            __builtin_prefetch(column + kPanelAhead * kPanel + v * kWidth);
-        }
-    };
-    panel_chains(x, x_stride, 0, depth, load, acc);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < kTileVectors; v++)
-            add_outputs(acc[r][v], y + r * y_stride + v * kWidth, valid - v * kWidth, first);
 }
 
 // The transposed copy of columns start .. start + depth of the rows n0 .. n1 of W.
@@ -238,8 +276,10 @@ inline void linear_many_rows(const LinearCall& c) {
 }
 
 inline void linear(const LinearCall& c) {
-    if (c.rows <= kFewRows)
+    if (c.rows <= (c.layers[0].weight_bf16 ? kFewWideRows : kFewRows))
         linear_few_rows(c);
+    else if (c.rows <= kSomeRows)
+        linear_some_rows(c);
     else
         linear_many_rows(c);
 }

@@ -4,7 +4,8 @@
 // own row alone; dW and db depend on the order of the rows.
 #pragma once
 
-#include "linear.h"
+#include "team.h"
+#include "tile.h"
 
 namespace palimpsest::cpu::PALIMPSEST_ISA {
 

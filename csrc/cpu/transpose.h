@@ -112,23 +112,24 @@ struct Ahead {
     Index far, near;
 };
 
-template <class T>
-inline void prefetch_block(const T* const (&rows)[kWidth], Index k, Index ahead) {
+// (Not a call: gcc 12 drops calls of functions that do nothing but prefetch.)
+template <int R, class T>
+__attribute__((always_inline)) inline void prefetch_rows(const T* const* rows, Index k, Index ahead) {
 #pragma GCC unroll 16
-    for (int j = 0; j < kWidth; j++) __builtin_prefetch(rows[j] + k + ahead, 0, 2);
+    for (int j = 0; j < R; j++) __builtin_prefetch(rows[j] + k + ahead, 0, 2);
 }
 
-template <class T>
-inline void prefetch_block(const T* const (&rows)[kWidth], Index k, Ahead ahead) {
-    prefetch_block(rows, k, ahead.far);
-    prefetch_block(rows, k, ahead.near);
+template <int R, class T>
+__attribute__((always_inline)) inline void prefetch_rows(const T* const* rows, Index k, Ahead ahead) {
+    prefetch_rows<R>(rows, k, ahead.far);
+    prefetch_rows<R>(rows, k, ahead.near);
 }
 
 // A block of sixteen rows, transposed: rows[j][k .. k + kDepth) becomes lane j of the columns. ahead: an Index or
 // Ahead.
 template <class T, class Distance>
 inline void load_transposed(const T* const (&rows)[kWidth], Index k, F16 (&t)[kWidth], Distance ahead) {
-    prefetch_block(rows, k, ahead);
+    prefetch_rows<kWidth>(rows, k, ahead);
 #pragma GCC unroll 16
     for (int j = 0; j < kWidth; j++) t[j] = F16::load(reinterpret_cast<const float*>(rows[j] + k));
     transpose(t);
