@@ -241,7 +241,7 @@ class Engine:
         try:
             step = self.scheduler.schedule()
             with nullcontext() if self.parallel is None else self.parallel.step(step):
-                results = self.runner.run(step)
+                results = self.runner.run(step, partial(self.scheduler.settle, step))
             self.scheduler.commit(step, results)
             for span, result in zip(step.spans, results, strict=True):
                 if span.samples or result.error is not None:

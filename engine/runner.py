@@ -95,8 +95,11 @@ class Runner:
                 )
 
     @torch.inference_mode()
-    def run(self, step: Step) -> list[SpanResult]:
-        """Compute a step; -> one result per span, in order."""
+    def run(self, step: Step, meanwhile: Callable[[], None]) -> list[SpanResult]:
+        """Compute a step; -> one result per span, in order.
+
+        meanwhile: called once, when the layers are launched: a GPU is at work then, and nothing waits for it yet.
+        """
         if step.empty:
             return []
         spans, tokens = step.spans, sum(span.rows for span in step.spans)
@@ -123,6 +126,7 @@ class Runner:
             if narrows:
                 batch = replace(batch, wanted_start=torch.tensor([0, *ends], dtype=torch.int32))
             hidden = self.run_layers(batch) if graph is None else graph(inputs, memory)
+            meanwhile()
             scores = [self._score(hidden, span, end, given) for span, end in zip(spans, ends, strict=True)]
             self._draw(hidden, rounds, given)
         results = [runs[i].result if i in runs else SpanResult() for i in range(len(spans))]

@@ -91,9 +91,19 @@ class Scheduler(Residents):
         self._house_drafts(plan)
         return plan.step()
 
+    def settle(self, step: Step) -> None:
+        """Enter what is known of a step as soon as it is under way: the tokens of spans of which nothing is wanted are
+        committed, full pages known. Between `schedule` and `commit`; who reads the pages does so in a later step.
+        """
+        for span in step.spans:
+            if not span.wanted:
+                self._advance(span)
+
     def commit(self, step: Step, results: Seq[SpanResult]) -> None:
         """Enter a step's results: tokens become committed, full pages known, responses longer or finished."""
         for span, result in zip(step.spans, results, strict=True):
+            if not span.wanted:
+                continue
             sequence = span.sequence
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
             reason = self._append(sequence, result)

@@ -148,7 +148,7 @@ def test_a_refused_request_raises_in_its_own_task_only(engine: Engine) -> None:
 
 def test_a_failing_step_reaches_every_reader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(wrapper: AsyncEngine) -> None:
-        def fail(step: object) -> None:
+        def fail(*_: object) -> None:
             raise RuntimeError("no memory")
 
         monkeypatch.setattr(engine.runner, "run", fail)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -295,7 +298,7 @@ def test_a_failed_step_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
     next(late)
     run = engine.runner.run
 
-    def fail(step: object) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError("no memory")
 
     monkeypatch.setattr(engine.runner, "run", fail)
@@ -305,6 +308,41 @@ def test_a_failed_step_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
     engine.scheduler.check()
     assert next(early).completion.token_ids == expected[0].token_ids[:1]  # type: ignore[union-attr]
     assert list(late)[-1].completion.token_ids == expected[1].token_ids  # type: ignore[union-attr]
+
+
+def test_what_needs_no_token_is_done_while_the_device_computes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(engine: Engine) -> list[tuple[object, ...]]:
+        engine.add("The lamps", GREEDY)
+        engine.add(list(range(3, 100)), replace(GREEDY, prompt_logprobs=True, max_tokens=2))
+        engine.add(list(range(200, 330)), GREEDY)
+        told: list[tuple[object, ...]] = []
+        while engine.unfinished:
+            for update in engine.step():
+                completion = update.completion and replace(update.completion, seconds=0.0)
+                told.append((update.sequence.id, update.token_ids, update.text, completion))
+            log.append("|")
+        return told
+
+    def logged(letter: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (log.append(letter), function(*arguments))[1]
+
+    log: list[str] = []
+    late, engine = (
+        Engine(folder, replace(CONFIG, max_step_tokens=40, max_sequences=8, graphs=False)) for _ in range(2)
+    )
+    run = late.runner.run
+    monkeypatch.setattr(late.runner, "run", lambda step, settle: (run(step, lambda: None), settle())[0])
+    expected = tell(late)
+    log.clear()
+    monkeypatch.setattr(engine.runner, "run_layers", logged("l", engine.runner.run_layers))
+    monkeypatch.setattr(engine.scheduler.pool, "publish", logged("p", engine.scheduler.pool.publish))
+    for op in ("draw", "log_sum_exp"):  # what waits for the device
+        monkeypatch.setattr(engine.model.ops, op, logged("w", getattr(engine.model.ops, op)))
+    assert tell(engine) == expected
+    steps = "".join(log).split("|")
+    # Pages of a prompt's piece beside a response are known first, the others when the tokens are.
+    assert any(re.fullmatch("lp+w+p*", step) for step in steps), steps
+    assert any(re.fullmatch("lw+p+", step) for step in steps), steps
 
 
 def test_a_stream_that_was_never_read_is_aborted_when_it_is_closed_or_let_go(engine: Engine) -> None:
@@ -454,9 +492,9 @@ def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
     next(forgotten[0])
     run = engine.runner.run
 
-    def collect_then_run(step: object) -> object:
+    def collect_then_run(*step: object) -> object:
         forgotten.clear()
-        return run(step)  # type: ignore[arg-type]
+        return run(*step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.runner, "run", collect_then_run)
     assert engine.generate(["The harbour"], GREEDY)[0].token_ids == expected.token_ids

@@ -163,7 +163,8 @@ class ScriptedRunner:
         self.pages = [[-1] * page_size for _ in range(num_pages)]
         self.page_size, self.respond = page_size, respond
 
-    def run(self, step: Step) -> list[SpanResult]:
+    def run(self, step: Step, meanwhile: Callable[[], None]) -> list[SpanResult]:
+        meanwhile()
         copied = [(copy.target, list(self.pages[copy.source])) for copy in step.copies]
         for target, slots in copied:
             self.pages[target][:] = slots

@@ -87,6 +87,7 @@ class Machine:
         assert sum(len(span.ids) for span in step.spans) <= self.scheduler.max_step_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_sequences
         assert all(len(span.ids) for span in step.spans)
+        self.scheduler.settle(step)  # the device may not have begun
         self.scheduler.commit(step, self.reader.run(step))
         self.scheduler.check()
         return step
