@@ -26,7 +26,11 @@ struct dim3 {
 };
 thread_local dim3 threadIdx, blockIdx, blockDim;
 thread_local std::barrier<>* block_barrier;
-void __syncthreads() { block_barrier->arrive_and_wait(); }
+thread_local std::mt19937 delays(std::random_device{}());
+void __syncthreads() {
+    block_barrier->arrive_and_wait();
+    if (delays() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+}
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
@@ -74,21 +78,19 @@ float number(int call, int rank, int i) {
 }
 
 int main(int, char** arguments) {
-    const int ranks = std::atoi(arguments[1]), calls = 24, capacity = 1200;
+    const int ranks = std::atoi(arguments[1]), calls = 60, capacity = 1200;
     std::vector<void*> regions(ranks);
     for (void*& region : regions) region = peer_allocate(all_reduce_bytes(capacity));
     std::vector<int> wrong(ranks);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; rank++)
         threads.emplace_back([&, rank] {
-            std::mt19937 draw(rank);
             for (int c = 0; c < calls; c++) {
                 const int count = 4 * (1 + c * 7919 % (capacity / 4));
                 std::vector<float> x(count), y(count);
                 for (int i = 0; i < count; i++) x[i] = number(c, rank, i);
                 AllReduce call = {x.data(), y.data(), count, capacity, {}, rank, ranks, c % 3 == 1};
                 std::copy(regions.begin(), regions.end(), call.regions);
-                std::this_thread::sleep_for(std::chrono::microseconds(draw() % 3 * 500));
                 all_reduce(call, nullptr);
                 for (int i = 0; i < count; i++) {
                     float sum = number(c, 0, i);
