@@ -88,6 +88,8 @@ class Rounds:
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self._live, self._most = list(runs), FIRST_TILE
+        self._parts: list[tuple[Run, int]]
+        self.rows: list[int]
         self._deal()
 
     def sample_rows(self) -> list[SampleRow]:
@@ -105,7 +107,10 @@ class Rounds:
 
     def _deal(self) -> None:
         """A fair share of a tile's rows for each run."""
+        if not self._live:
+            self._parts, self.rows = [], []
+            return
         most = min(max(self._most, len(self._live)), HEAD_TILE)
-        share = max(1, most // max(1, len(self._live)))
+        share = max(1, most // len(self._live))
         self._parts = [(run, min(share, run.left)) for run in self._live[:most]]
         self.rows = [row for run, count in self._parts for row in run.rows(count)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from .step import Span
 __all__ = ["StepInputs", "upload"]
 
 
-@dataclass(frozen=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """memory: int64 ids, positions, slots [tokens each], int32 query_start [places + 1], kv_length [places], the page
     tables [rows, width], then the `lists`, whose lengths are kept.
 
