@@ -18,7 +18,7 @@ INSTALLED := .venv/.installed
 BUILT := .venv/.built
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
 
-.PHONY: demo test test-slow bench proof embedded lint build clean
+.PHONY: demo test test-slow bench proof proof-variants proof-chunk-first embedded lint build clean
 
 demo: $(BUILT)
 	$(DEMO)
@@ -35,6 +35,13 @@ bench: $(BUILT)
 
 proof: $(BUILT)
 	.venv/bin/python examples/slots/proof.py $(if $(SEED),--seed $(SEED)) $(PROOF)
+
+proof-variants: $(BUILT)
+	.venv/bin/python examples/slots/proof.py --variant last_write_wins $(PROOF)
+	.venv/bin/python examples/slots/proof.py --variant two_hop $(PROOF)
+
+proof-chunk-first: $(BUILT)
+	.venv/bin/python examples/slots/proof.py --chunk-first $(PROOF)
 
 embedded: $(BUILT)
 	.venv/bin/python examples/embedded/embedded.py $(EMBEDDED)

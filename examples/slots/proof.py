@@ -1,5 +1,7 @@
 """The whole proof for one seed: warm-up, reinforcement learning, accuracy by length; `python examples/slots/proof.py`.
 
+Seed 0 also has the readings that are not greedy, those of the warm-up model, and the time of a step.
+
 What is done already is not done again: a run that was stopped goes on. Figures are in results.json beside this file.
 """
 
@@ -7,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palimpsest.rl.log import read_log
+from palimpsest.rl.tasks.slots import VARIANTS
 from palimpsest.rl.tasks.slots_model import write_model
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +46,13 @@ STAGES = {
     "bias-0.8": stage(120, [128, 128], **falling(5e-4, 120), **{"data.bias": 0.8}),
     "bias-0.9": stage(300, [128, 128], **falling(8e-4, 300), **{"data.bias": 0.9}),
 }
+WITHOUT: dict[str, dict[str, Any]] = {  # what a step of reinforcement learning costs with something switched off
+    "all on": {},
+    "no drafts": {"model.engine.drafts": False},
+    "no open prompts": {"model.engine.open_prompt": False},
+    "no shared prefixes": {"parallel.share_prefixes": False},
+    "all off": {"model.engine.drafts": False, "model.engine.open_prompt": False, "parallel.share_prefixes": False},
+}
 LENGTHS = {"1K": 256, "4K": 256, "16K": 256, "64K": 256, "256K": 64, "1M": 32, "3.5M": 32}  # documents of each
 SHORT = ("1K", "4K", "16K", "64K")  # for what is not greedy, and for the warm-up model
 
@@ -48,20 +60,54 @@ SHORT = ("1K", "4K", "16K", "64K")  # for what is not greedy, and for the warm-u
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", choices=tuple(VARIANTS), default="plain", help="of the task")
+    parser.add_argument("--chunk-first", action="store_true", help="the chunk stands before the memory in the prompt")
     parser.add_argument("--folder", type=Path, default=ROOT / "run" / "slots")
     parser.add_argument("--documents", type=int, help="at most so many of each length")
     parser.add_argument("--longest", choices=tuple(LENGTHS), default="3.5M", help="leave longer documents out")
     args = parser.parse_args()
-    folder = args.folder / f"seed-{args.seed}"
-    warm = warm_up(folder, args.seed)
-    trained = reinforce(folder, warm, args.seed)
+    work = Work(args.folder, args.seed, args.variant, args.chunk_first)
+    warm = warm_up(work)
+    trained = reinforce(work, warm)
     names = list(LENGTHS)[: list(LENGTHS).index(args.longest) + 1]
     most = {name: min(LENGTHS[name], args.documents or LENGTHS[name]) for name in names}
-    rows = measure(folder, trained, "rl", "greedy", most)
     short = {name: most[name] for name in names if name in SHORT}
-    rows += measure(folder, trained, "rl", "top_p", short) + measure(folder, trained, "rl", "sampled", short)
-    rows += measure(folder, warm, "warmup", "greedy", short) + measure(folder, warm, "warmup", "sampled", short)
-    enter(args.seed, {"accuracy": rows, "steps": list(steps(folder / "rl"))})
+    rows = measure(work, warm, "warmup", "greedy", {"1K": most["1K"]}) + measure(work, trained, "rl", "greedy", most)
+    if work.name == "seed 0":
+        rows += measure(work, trained, "rl", "top_p", short) + measure(work, trained, "rl", "sampled", short)
+        rows += measure(work, warm, "warmup", "greedy", short) + measure(work, warm, "warmup", "sampled", short)
+    figures = {"seconds": seconds(work.folder), "accuracy": rows, "steps": list(steps(work.folder / "rl"))}
+    if work.name == "seed 0":
+        figures["step"] = {name: step_seconds(work, warm, name) for name in WITHOUT}
+    enter(work.name, figures)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained and measured. place: of the folders of all works."""
+
+    place: Path
+    seed: int
+    variant: str
+    chunk_first: bool
+
+    @property
+    def name(self) -> str:
+        """In results.json."""
+        parts = [f"seed {self.seed}", "" if self.variant == "plain" else self.variant]
+        return " ".join(part for part in (*parts, "chunk_first" if self.chunk_first else "") if part)
+
+    @property
+    def folder(self) -> Path:
+        return self.place / self.name.replace(" ", "-")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Keys of the configurations that are others for it."""
+        changes: dict[str, Any] = {"data.seed": self.seed, "data.variant": self.variant}
+        if self.chunk_first:
+            changes["agent.template"] = [" question", "{problem}", " text", "{chunk}", " memory", "{memory}", " update"]
+        return changes
 
 
 def palimpsest(*words: object) -> str:
@@ -75,37 +121,61 @@ def train(config: str, changes: dict[str, Any], *options: str) -> None:
     palimpsest("train", HERE / config, *settings, *options)
 
 
-def warm_up(folder: Path, seed: int) -> Path:
+def warm_up(work: Work) -> Path:
     """-> the folder of the model after the last stage."""
-    model = folder / "model"
+    model = work.folder / "model"
     if not model.exists():
-        write_model(model, seed)
-    for name, changes in STAGES.items():
-        place = folder / f"warmup-{name}"
+        write_model(model, work.seed)
+    for name, stage_changes in STAGES.items():
+        place = work.folder / f"warmup-{name}"
         if not (place / "model").exists():
             (place / "log.jsonl").unlink(missing_ok=True)
-            train("warmup.yaml", {**changes, "model.path": str(model), "data.seed": seed, "log.folder": str(place)})
+            changes = {**stage_changes, **work.changes, "model.path": str(model), "log.folder": str(place)}
+            if work.variant != "plain" and name == "look-up":
+                changes["data.keys"] = [4, 4]  # more facts of each would not fit into a unit
+            train("warmup.yaml", changes)
         model = place / "model"
     return model
 
 
-def reinforce(folder: Path, model: Path, seed: int) -> Path:
+def reinforce(work: Work, model: Path) -> Path:
     """-> the folder of the model after the last step."""
-    changes = {"model.path": str(model), "data.seed": seed, "agent.sampling.seed": seed, "log.folder": f"{folder}/rl"}
-    train("rl.yaml", changes, "--resume")
-    return max((folder / "rl" / "checkpoints").glob("step-*")) / "model"
+    changes = {**work.changes, "agent.sampling.seed": work.seed, "model.path": str(model)}
+    train("rl.yaml", {**changes, "log.folder": f"{work.folder}/rl"}, "--resume")
+    return max((work.folder / "rl" / "checkpoints").glob("step-*")) / "model"
 
 
-def measure(folder: Path, model: Path, name: str, sampling: str, documents: dict[str, int]) -> list[dict[str, Any]]:
+def step_seconds(work: Work, model: Path, name: str) -> dict[str, float]:
+    """Medians over three steps, the first of the run aside, from the warm-up model with something switched off."""
+    folder = work.folder / f"step-{name.replace(' ', '-')}"
+    if not folder.exists():
+        changes = {**work.changes, **WITHOUT[name], "model.path": str(model), "log.folder": str(folder)}
+        train("rl.yaml", {**changes, "rollout.steps": 4, "checkpoint.every": 5})
+    found = [step["seconds"] for step in steps(folder)][1:]
+    return {part: statistics.median(step[part] for step in found) for part in found[0]}
+
+
+def measure(work: Work, model: Path, name: str, sampling: str, documents: dict[str, int]) -> list[dict[str, Any]]:
     """A row of results for each length."""
     rows = []
+    settings = [word for key, value in work.changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     for length, count in documents.items():
-        output = folder / f"accuracy-{name}.jsonl"
-        words = ["bench", "reading_accuracy", HERE / "rl.yaml", "--model", model, "--output", output]
+        output = work.folder / f"accuracy-{name}.jsonl"
+        words = ["bench", "reading_accuracy", HERE / "rl.yaml", *settings, "--model", model, "--output", output]
         words += ["--lengths", length, "--documents", count, "--sampling", sampling]
         [row] = json.loads(palimpsest(*words).splitlines()[-1])["rows"]
         rows.append({"model": name, **row})
     return rows
+
+
+def seconds(folder: Path) -> dict[str, float]:
+    """Of all steps of the warm-up, and of the reinforcement learning."""
+    logs = {"warmup": folder.glob("warmup-*/log.jsonl"), "rl": folder.glob("rl/log.jsonl")}
+    lines = {name: [line for file in files for line in read_log(file)] for name, files in logs.items()}
+    return {
+        name: sum(line["machine"]["seconds"]["step"] for line in found if line["kind"] == "step")
+        for name, found in lines.items()
+    }
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -131,11 +201,11 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def enter(seed: int, figures: dict[str, Any]) -> None:
-    """Put the figures of a seed into results.json."""
+def enter(name: str, figures: dict[str, Any]) -> None:
+    """Put the figures of a work into results.json."""
     file = HERE / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
-    results[f"seed {seed}"] = figures
+    results[name] = figures
     file.write_text(json.dumps(results, indent=1) + "\n")
 
 

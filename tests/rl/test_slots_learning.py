@@ -23,7 +23,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     changes = [
         f"model.path={EXAMPLE / 'warmup'}",
         f"log.folder={tmp_path}",
-        f"rollout.steps={STEPS}",
+        f"rollout={{steps: {STEPS}, problems: 8}}",
         "optimizer={learning_rate: 4e-4, betas: [0.9, 0.95], weight_decay: 0.0, warmup_steps: 0}",
     ]
     run = Run(load_config(EXAMPLE / "rl.yaml", changes))
