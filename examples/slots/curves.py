@@ -1,37 +1,78 @@
-"""Curves of results.json, as curves.png: `python examples/slots/curves.py`."""
+"""results.json as curves.png, and as a table of all seeds together: `python examples/slots/curves.py`."""
 
 from __future__ import annotations
 
 import json
+import math
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 HERE = Path(__file__).resolve().parent
+AROUND = 5  # steps that a point of a learning curve is the mean of
 
 
 def main() -> None:
     results = json.loads((HERE / "results.json").read_text())
-    figure, (learning, reading) = plt.subplots(1, 2, figsize=(11, 4))
-    for seed, figures in results.items():
-        for run in dict.fromkeys(step["run"] for step in figures["steps"]):
-            steps = [step for step in figures["steps"] if step["run"] == run]
-            learning.plot([step["step"] for step in steps], [step["kept"] for step in steps], label=f"{seed}, {run}")
-        curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for row in figures["accuracy"]:
-            curves.setdefault((row["model"], row["sampling"]), []).append((row["tokens"], row["reward"]))
-        for (model, sampling), points in curves.items():
-            reading.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{seed}, {model}, {sampling}")
-    learning.set(xlabel="step", ylabel="right answers in the groups trained on", ylim=(0, 1))
+    figure, (by_step, by_time, reading) = plt.subplots(1, 3, figsize=(16, 4.5))
+    for name, figures in results.items():
+        draw_learning(by_step, by_time, name, figures["steps"])
+        draw_reading(reading, name, figures["accuracy"])
+    learnt = "right answers at temperature 1, all groups"
+    by_step.set(xlabel="step", ylabel=learnt, ylim=(0, 1.02))
+    by_time.set(xlabel="seconds of reinforcement learning", ylabel=learnt, ylim=(0, 1.02))
     reading.set(xlabel="document, tokens", ylabel="right answers", xscale="log", ylim=(0, 1.02))
-    for plot in (learning, reading):
+    for plot in (by_step, by_time, reading):
         plot.legend(fontsize=7)
         plot.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(HERE / "curves.png", dpi=110)
+    print(table(results))
+
+
+def draw_learning(by_step: Axes, by_time: Axes, name: str, steps: list[dict[str, Any]]) -> None:
+    rewards = [step["reward"] for step in steps]
+    smooth = [sum(rewards[max(i - AROUND + 1, 0) : i + 1]) / min(i + 1, AROUND) for i in range(len(rewards))]
+    by_step.plot([step["step"] for step in steps], smooth, label=name)
+    by_time.plot(list(accumulate(step["seconds"]["step"] for step in steps)), smooth, label=name)
+
+
+def draw_reading(reading: Axes, name: str, rows: list[dict[str, Any]]) -> None:
+    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        curves.setdefault((row["model"], row["sampling"]), []).append(row)
+    for (model, sampling), points in curves.items():
+        x, y = [row["tokens"] for row in points], [row["reward"] for row in points]
+        errors = [row["standard_error"] or 0.0 for row in points]
+        reading.errorbar(x, y, errors, marker="o", markersize=3, capsize=2, label=f"{name}, {model}, {sampling}")
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: right answers of all documents of all seeds, their standard error, and the means of the seeds."""
+    pooled: dict[tuple[str, str, str], dict[int, list[dict[str, Any]]]] = {}
+    for name, figures in results.items():
+        task = " ".join(name.split()[2:]) or "plain"
+        for row in figures["accuracy"]:
+            lengths = pooled.setdefault((task, row["model"], row["sampling"]), {})
+            lengths.setdefault(row["tokens"], []).append(row)
+    lines = [
+        "| task, model, sampling | tokens | documents | right | standard error | by seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, lengths in pooled.items():
+        for tokens, rows in sorted(lengths.items()):
+            documents = sum(row["documents"] for row in rows)
+            right = sum(row["reward"] * row["documents"] for row in rows) / documents
+            error = math.sqrt(right * (1 - right) / max(documents - 1, 1))  # an answer is right or wrong
+            seeds = ", ".join(f"{row['reward']:.3f}" for row in rows)
+            lines.append(f"| {', '.join(key)} | {tokens:,} | {documents} | {right:.3f} | {error:.3f} | {seeds} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
