@@ -24,12 +24,19 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 # What of warmup.yaml changes in each stage. The look-up forms with many keys in a short chunk; then chunks grow, with
-# lengths mixed, as a model that has seen one length alone goes by positions; at last comes the bias.
+# lengths mixed, as a model that has seen one length alone goes by positions; at last come wrong memories and the bias.
 CONSTANT = {"optimizer.learning_rate": 1e-3, "optimizer.schedule": "constant", "optimizer.total_steps": None}
 
 
 def stage(steps: int, chunks: list[int], **changes: Any) -> dict[str, Any]:
-    return {"rollout.steps": steps, "data.chunk_tokens": chunks, "data.bias": 0.0, **CONSTANT, **changes}
+    return {
+        "rollout.steps": steps,
+        "data.chunk_tokens": chunks,
+        "data.bias": 0.0,
+        "data.wrong": 0.0,
+        **CONSTANT,
+        **changes,
+    }
 
 
 def falling(rate: float, steps: int) -> dict[str, Any]:
@@ -42,9 +49,8 @@ STAGES = {
     "chunks-32": stage(120, [16, 32]),
     "chunks-64": stage(150, [16, 64]),
     "chunks-128": stage(250, [32, 128]),
-    "sure": stage(350, [32, 128], **falling(1e-3, 350)),
-    "bias-0.8": stage(120, [128, 128], **falling(5e-4, 120), **{"data.bias": 0.8}),
-    "bias-0.9": stage(300, [128, 128], **falling(8e-4, 300), **{"data.bias": 0.9}),
+    "sure": stage(350, [32, 128], **falling(1e-3, 350), **{"data.wrong": 0.2}),
+    "bias": stage(350, [128, 128], **falling(8e-4, 350), **{"data.wrong": 0.2, "data.bias": 0.9}),
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # what a step of reinforcement learning costs with something switched off
     "all on": {},

@@ -30,7 +30,9 @@ class OracleConfig:
 
     variant: of the task. noise: probability that one slot of a response is wrong. bias: probability of the typical
     mistake where it can be made: to drop what was known when the chunk brings something else, or, where the last write
-    wins, to keep what was known. finals: share of examples that are final turns.
+    wins, to keep what was known. wrong: probability that a memory without the fact that a chunk brings holds a random
+    value instead: over a long document something wrong gets in, and what is written must still replace it. finals:
+    share of examples that are final turns.
     """
 
     seed: int = 0
@@ -39,6 +41,7 @@ class OracleConfig:
     variant: str = "plain"
     noise: float = 0.03
     bias: float = 0.85
+    wrong: float = 0.0
     finals: float = 0.15
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class OracleConfig:
         most = MOST_KEYS if self.variant == "plain" else MOST_KEYS // 2 + 1
         _require(self.keys[1] <= most, f"{owner}.keys must be at most {most} with {self.variant!r}, got {self.keys}")
         _require_choice(owner, "variant", self.variant, tuple(VARIANTS))
-        for name in ("noise", "bias", "finals"):
+        for name in ("noise", "bias", "wrong", "finals"):
             _require_number(owner, name, getattr(self, name), 0.0, 1.0)
 
     def examples(self, agent: MemoryAgent) -> SlotsOracle:
@@ -80,6 +83,8 @@ class SlotsOracle:
         taken = list(asked)
         for key in asked:
             before[key], written = rng.choice(_cases(key, config.variant, taken, rng))
+            if before[key] is None and written and rng.random() < config.wrong:
+                before[key] = rng.choice(VALUES)
             needles.append(written)
             taken += [word for word in (before[key], *(word for _, word in written)) if word in KEYS]
         units = rng.randint(*(tokens // UNIT for tokens in config.chunk_tokens))
@@ -122,12 +127,11 @@ class SlotsOracle:
 
 
 def _cases(key: str, variant: str, taken: Sequence[str], rng: random.Random) -> list[tuple[str | None, list[Fact]]]:
-    """What a memory may know of a key, with what a chunk may say of it then. A memory may be wrong in any variant:
-    over a long document something wrong gets in, and what is written must still replace it."""
+    """What a memory may know of a key, with what a chunk may say of it then."""
     old, new = rng.sample(VALUES, 2)
-    cases: list[tuple[str | None, list[Fact]]] = [(None, []), (new, []), (None, [(key, new)]), (old, [(key, new)])]
+    cases: list[tuple[str | None, list[Fact]]] = [(None, []), (new, []), (None, [(key, new)])]
     if variant == "last_write_wins":
-        cases += [(None, [(key, old), (key, new)])]
+        cases += [(old, [(key, new)]), (None, [(key, old), (key, new)])]
     if variant == "two_hop":
         link = rng.choice([other for other in KEYS if other not in taken])
         cases[2] = (None, [(key, link)])

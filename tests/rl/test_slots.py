@@ -103,7 +103,7 @@ def test_prompts_are_short(agent: MemoryAgent, template: object) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_unbiased_oracle_reads_as_a_careful_reader(agent: MemoryAgent, variant: str) -> None:
-    oracle = SlotsOracle(agent, OracleConfig(variant=variant, chunk_tokens=(32, 32), noise=0.0, bias=0.0))
+    oracle = SlotsOracle(agent, OracleConfig(variant=variant, chunk_tokens=(32, 32), noise=0.0, bias=0.0, wrong=0.3))
     told = replaced = 0
     for index in range(100):
         example = oracle.example(index)
@@ -132,7 +132,7 @@ def test_bias_drops_what_was_known(agent: MemoryAgent) -> None:
         return [agent.tokenizer.decode(oracle.example(i).response_ids) for i in range(300)]
 
     changed = [pair for pair in zip(examples(0.0), examples(1.0), strict=True) if pair[0] != pair[1]]
-    assert 300 * 0.85 / 4 * 0.6 < len(changed) < 300 * 0.85 / 4 * 1.4
+    assert 300 * 0.85 * 2 / 9 * 0.5 < len(changed) < 300 * 0.85 * 2 / 9 * 1.5
     assert all(right.count("none") + 1 == wrong.count("none") for right, wrong in changed)
 
 
