@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
-from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,33 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import checkpoint, kv_rows
+from . import checkpoint
 from .acceptance import Acceptance, StepCost
 from .carried import Carried
 from .config import EngineConfig, SamplingParams
 from .detokenizer import TextStream
 from .draft import Drafter
 from .errors import ConfigError, RequestError
-from .graphs import GpuRecorder, GraphPlan
 from .kv_cache import PagePool
-from .memory import bytes_held, explained, pool_pages
-from .model import Decoder
-from .model_config import ModelConfig
-from .ops import require_kinds, select
+from .loaded_model import LoadedModel
+from .outbox import Outbox
 from .parallel import whole_parameters
 from .prompt import Prompt, pair_with_params, prompt_ids, segments_of
-from .quant import replace_weights
-from .runner import Runner, page_bytes
 from .sampler import check_params
 from .scheduler import Scheduler
 from .sequence import Completion, Segment, Sequence
 from .stream import Stream, Update, require_delivery, without_error
-from .tokenizer import Tokenizer
 
 __all__ = ["Engine"]
-
-# Elements of each parameter that the fingerprint reads.
-FINGERPRINT_ELEMENTS = 512
 
 
 class Engine:
@@ -54,8 +41,6 @@ class Engine:
     step_cost: what a longer draft costs here, for an Acceptance that several requests share. tokenizer_folder: of its
     files. graph_bytes: what CUDA graphs take of the GPU's memory.
     """
-
-    graph_bytes = 0
 
     def __init__(
         self,
@@ -74,68 +59,23 @@ class Engine:
         self.config = config = EngineConfig() if config is None else config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        require_kinds(config.backend, config.weights, config.kv_dtype)
-        dtype = getattr(torch, config.dtype)
-        kv_dtype = _kv_dtype(config)
-        if process_group is not None and dist.get_world_size(process_group) == 1:
-            process_group = None
-        if process_group is not None and config.weights != "native":
-            raise ConfigError(
-                f"weights={config.weights!r} cannot be split over {dist.get_world_size(process_group)} ranks; use "
-                "weights='native', or one rank"
-            )
-        loaded = checkpoint.load(model_path, dtype, config.weights, process_group)
-        model = loaded.config if config.rope_scaling is None else loaded.config.with_rope_scaling(config.rope_scaling)
-        self.model_path, self.tokenizer_folder = loaded.source, loaded.folder
-        self.tokenizer = Tokenizer.load(loaded.folder)
-        self.tokenizer.check_ids(model.vocab_size)
-        self.window = _window(config, model)
-        self.parallel = parallel = loaded.parallel
-        if parallel is not None:
-            parallel.agree("configuration", repr((config, model)).encode())
-            parallel.shards = replace(parallel.shards, config=model)
-            model = parallel.shards.local
-        group = model.num_heads // model.num_kv_heads
-        ops = select(
-            config.backend, dtype, kv_dtype, model.head_dim, group, config.attention, exact=config.exact
-        )  # fmt: skip
-        self.model = Decoder.from_parameters(model, ops, loaded.parameters, self.window, loaded.packed)
-        self.model.requires_grad_(False)
-        replace_weights(self.model, loaded.packed)
-        with explained("the model", ops.device, "use dtype='bfloat16', or split it over ranks (process_group)"):
-            self.model.to(ops.device)
-        if parallel is not None:
-            parallel.apply(self.model)
-        eos_ids = self.tokenizer.eos_ids
-        make_runner = partial(
-            Runner,
-            self.model,
-            page_size=config.page_size,
-            kv_dtype=kv_dtype,
-            eos_ids=eos_ids,
-            graphs=_graph_plan(config, self.model, self.window),
-        )
-        # What graphs take is known when they were recorded, over one page here, and the pool gets a share of the rest.
-        if make_runner.keywords["graphs"] is not None:
-            self.graph_bytes = bytes_held(partial(make_runner, num_pages=1), ops.device)
-        page = page_bytes(model, config.page_size, kv_dtype)
-        num_pages = pool_pages(config, page, self.window, ops.device, self.graph_bytes)
-        if parallel is not None:
-            num_pages = parallel.least(num_pages)
-        self.weights_version = 0
-        self.runner = make_runner(num_pages=num_pages)
+        loaded = LoadedModel.load(model_path, config, process_group)
+        self.model_path, self.tokenizer_folder, self.tokenizer = loaded.source, loaded.folder, loaded.tokenizer
+        self.model, self.window, self.parallel = loaded.decoder, loaded.window, loaded.decoder.parallel
+        self.runner, self.graph_bytes = loaded.runner(config)
+        pool = PagePool(self.runner.num_pages, config.page_size)
         self.scheduler = Scheduler(
-            PagePool(num_pages, config.page_size),
+            pool,
             max_step_tokens=config.max_step_tokens,
             max_sequences=config.max_sequences,
             window=self.window,
-            eos_ids=eos_ids,
+            eos_ids=self.tokenizer.eos_ids,
         )
-        self.longest = min(self.window, num_pages * config.page_size)
-        self.drafts = config.drafts and ops.exact
+        self.longest = min(self.window, pool.num_pages * pool.page_size)
+        self.drafts = config.drafts and self.model.ops.exact
         self.step_cost = StepCost.of_weights(_weight_bits(config))
-        self._texts: dict[Sequence, TextStream] = {}
-        self._undelivered: list[Update] = []
+        self.weights_version = 0
+        self._outbox = Outbox(self.scheduler)
         self._to_end: deque[tuple[Sequence, bool]] = deque()
         self._stepping = self._updating = False
         self._next_id = 0
@@ -143,12 +83,12 @@ class Engine:
     @property
     def unfinished(self) -> bool:
         """Whether a sequence is not finished, or an update was not handed out yet."""
-        return self.scheduler.unfinished or bool(self._undelivered)
+        return self.scheduler.unfinished or bool(self._outbox.updates)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything; without work only open sequences are left, which wait for input."""
-        return self.scheduler.has_work or bool(self._undelivered)
+        return self.scheduler.has_work or bool(self._outbox.updates)
 
     def add(
         self,
@@ -192,7 +132,7 @@ class Engine:
         text = TextStream(self.tokenizer.decode, params.stop, params.min_tokens)
         self.scheduler.add(sequence)  # last of what can fail: it must not run without the rest
         self._note("add", ids.tobytes(), params, sample, turn, is_open, keep_kv)
-        self._texts[sequence] = text
+        self._outbox.texts[sequence] = text
         self._next_id += 1
         return sequence
 
@@ -227,7 +167,7 @@ class Engine:
 
     def abort_all(self) -> None:
         """End every sequence, as `abort` does."""
-        for sequence in list(self._texts):
+        for sequence in list(self._outbox.texts):
             self.abort(sequence)
 
     def step(self) -> list[Update]:
@@ -245,14 +185,14 @@ class Engine:
             self.scheduler.commit(step, results)
             for span, result in zip(step.spans, results, strict=True):
                 if span.samples or result.error is not None:
-                    self._undelivered.append(self._update(span.sequence, self._new_ids(span.sequence)))
+                    self._outbox.tell(span.sequence)
         except BaseException:
-            self._recover()
+            self.scheduler.recover(self._outbox.texts)
+            self._outbox.tell_rest()
             raise
         finally:
             self._stepping = False
-        updates, self._undelivered = self._undelivered, []
-        return updates
+        return self._outbox.take()
 
     def generate(
         self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -325,7 +265,7 @@ class Engine:
         """
         return {
             "model": str(self.model_path),
-            "weights": self._fingerprint(),
+            "weights": self.model.fingerprint(),
             "tokenizer": self.tokenizer.fingerprint(),
             "dtype": self.config.dtype,
             "weights_kind": self.config.weights,
@@ -340,7 +280,7 @@ class Engine:
         """One step for a driver that knows only its own sequences; other updates wait for whoever asks next."""
         mine: list[Update] = []
         for update in self.step():
-            (mine if update.sequence in own else self._undelivered).append(update)
+            (mine if update.sequence in own else self._outbox.updates).append(update)
         return mine
 
     @contextmanager
@@ -378,22 +318,10 @@ class Engine:
             else:
                 self._note("abort", sequence.id)
                 self.scheduler.finish(sequence, "abort")
-                self._undelivered.append(self._update(sequence, array("i")))
+                self._outbox.tell(sequence)
             if not reported:
-                self._undelivered = [update for update in self._undelivered if update.sequence is not sequence]
+                self._outbox.forget(sequence)
         self._stepping = False
-
-    def _recover(self) -> None:
-        """After a step that failed anywhere: every sequence is as after its last token, and what was drawn is told."""
-        self.scheduler.recover(self._texts)
-        for sequence in list(self._texts):
-            ids = self._new_ids(sequence)
-            if ids or sequence.finished:
-                self._undelivered.append(self._update(sequence, ids))
-
-    def _new_ids(self, sequence: Sequence) -> array[int]:
-        """The ids of a response that no update has told yet."""
-        return sequence.tokens[sequence.prompt_length + self._texts[sequence].count :]
 
     def _note(self, call: str, *values: object) -> None:
         if self.parallel is not None:
@@ -418,66 +346,8 @@ class Engine:
         )
 
     def _require_own(self, sequence: Sequence) -> None:
-        if not sequence.finished and sequence not in self._texts:
+        if not sequence.finished and sequence not in self._outbox.texts:
             raise RequestError(f"sequence {sequence.id} belongs to another engine")
-
-    def _fingerprint(self) -> str:
-        """sha256 over the weights' names, shapes and some elements of each: the same weights, wherever they lie."""
-        digest = hashlib.sha256()
-        for name, parameter in self.model.state_dict().items():
-            flat = parameter.detach().flatten()
-            some = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)]
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(some.double().cpu().numpy().tobytes())
-        return digest.hexdigest() if self.parallel is None else self.parallel.hash_of_all(digest.digest()).hex()
-
-    def _update(self, sequence: Sequence, ids: array[int]) -> Update:
-        """Turn a sequence's new ids into text, ending it at a stop string."""
-        stream = self._texts[sequence]
-        told = stream.count
-        # The id that ended a response (EOS, a stop id) is not part of its text.
-        text = "".join(_push(stream, ids[:-1] if sequence.finish_reason == "stop" else ids))
-        if stream.stopped is not None:
-            ids = ids[: stream.count - told]
-            self._end_at_stop_string(sequence, stream.count)
-        if not sequence.finished:
-            return Update(sequence, ids, text, stream.tokens_before_stop, None)
-        text += stream.finish()
-        if stream.stopped is not None:  # the last token allowed may have completed the stop string
-            sequence.finish_reason = "stop"
-        del self._texts[sequence]
-        return Update(sequence, ids, text, stream.tokens_before_stop, _completion(sequence, stream))
-
-    def _end_at_stop_string(self, sequence: Sequence, length: int) -> None:
-        """End a response with the token that completed a stop string; a draft may have brought more, or another end."""
-        self.scheduler.finish(sequence, "stop")
-        sequence.error = None
-        del sequence.tokens[sequence.prompt_length + length :]
-        del sequence.logprobs[length:], sequence.top_logprobs[length:]
-
-
-def _push(stream: TextStream, ids: array[int]) -> Iterator[str]:
-    """The new text of each id, up to the one that completes a stop string."""
-    for token in ids:
-        if stream.stopped is not None:
-            return
-        yield stream.push(token)
-
-
-def _completion(sequence: Sequence, stream: TextStream) -> Completion:
-    params = sequence.params
-    return Completion(
-        text=stream.text,
-        token_ids=sequence.response,
-        text_tokens=stream.tokens_before_stop,
-        finish_reason=sequence.finish_reason or "",
-        logprobs=sequence.logprobs,
-        top_logprobs=sequence.top_logprobs if params.top_logprobs else None,
-        prompt_logprobs=sequence.prompt_logprobs if params.prompt_logprobs else None,
-        counters=sequence.counters,
-        seconds=time.perf_counter() - sequence.started,
-        error=sequence.error,
-    )
 
 
 def _weight_bits(config: EngineConfig) -> int:
@@ -486,30 +356,3 @@ def _weight_bits(config: EngineConfig) -> int:
         dtype: torch.dtype = getattr(torch, config.dtype)
         return 8 * dtype.itemsize
     return 8 if config.weights.startswith(("int8", "fp8")) else 4
-
-
-def _kv_dtype(config: EngineConfig) -> torch.dtype:
-    """Element type of the pages: by default that of the activations."""
-    if config.kv_dtype is not None:
-        return kv_rows.element_type(config.kv_dtype)
-    return torch.float64 if config.dtype == "float64" else torch.float32
-
-
-def _graph_plan(config: EngineConfig, model: Decoder, window: int) -> GraphPlan | None:
-    """The graphs of an engine; None where there are none."""
-    alone = model.parallel is None and config.attention != "flashinfer"  # what those do in a step cannot be recorded
-    if not config.graphs or model.ops.device.type != "cuda" or not alone:
-        return None
-    return GraphPlan.within(GpuRecorder, config.max_step_tokens, config.max_sequences, window)
-
-
-def _window(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens of prompt + response. Raises ConfigError for a window beyond what the model's positions were made for."""
-    if config.max_context is None:
-        return model.max_position
-    if config.max_context > model.max_position:
-        raise ConfigError(
-            f"max_context={config.max_context} exceeds the model's window of {model.max_position}; lower it, or pass "
-            'rope_scaling={"rope_type": "yarn", "factor": ...} if the model was made for that'
-        )
-    return config.max_context

@@ -5,6 +5,7 @@ Parameters carry the checkpoint's own names and [out, in] layout; every computat
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from .parallel import TensorParallel
 
 __all__ = ["Batch", "Decoder", "KVPages"]
+
+FINGERPRINT_ELEMENTS = 512  # of each parameter
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,19 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """[vocabulary, hidden], of the head or the embedding that is tied to it."""
         return cast(Tensor, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
+
+    def fingerprint(self) -> str:
+        """sha256 over the weights' names, shapes and some elements of each: the same weights, wherever they lie.
+
+        Of ranks that hold parts of the model, all call this together.
+        """
+        digest = hashlib.sha256()
+        for name, parameter in self.state_dict().items():
+            flat = parameter.detach().flatten()
+            some = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)]
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(some.double().cpu().numpy().tobytes())
+        return digest.hexdigest() if self.parallel is None else self.parallel.hash_of_all(digest.digest()).hex()
 
     def forward(self, batch: Batch, pages: list[KVPages], recompute: bool = False) -> Tensor:
         """Run T tokens through all layers, writing their keys and values; -> the normed hidden rows [T, hidden], or of

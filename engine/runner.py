@@ -50,7 +50,7 @@ class Runner:
         self.model, self.page_size, self.eos_ids = model, page_size, eos_ids
         self.device = model.ops.device
         config = model.config
-        self._num_pages, self._plan = num_pages, graphs
+        self.num_pages, self._plan = num_pages, graphs
         self.graphs: Graphs | None = None
         self._recorded: list[object] = []
         shape = (
@@ -91,7 +91,7 @@ class Runner:
         if not adapters(model):
             with explained("recording CUDA graphs", self.device, "use EngineConfig(graphs=False)"):
                 self.graphs = Graphs(
-                    self.run_layers, plan, self.page_size, self._num_pages, self.device, exact=model.ops.exact
+                    self.run_layers, plan, self.page_size, self.num_pages, self.device, exact=model.ops.exact
                 )
 
     @torch.inference_mode()

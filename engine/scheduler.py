@@ -121,8 +121,7 @@ class Scheduler(Residents):
         """
         self._begin_again(sorted((s for s in sequences if not s.finished), key=lambda s: s.id))
         for sequence in list(self.waiting):
-            del sequence.tokens[sequence.prompt_length + len(sequence.logprobs) :]
-            del sequence.top_logprobs[len(sequence.logprobs) :]
+            sequence.cut_response(len(sequence.logprobs))
             reason = self._ending(sequence)
             if reason is not None:
                 self.finish(sequence, reason)

@@ -223,3 +223,8 @@ class Sequence:
         self.tokens.extend(ids)
         self.prompt_length = len(self.tokens)
         self.counters.prompt_tokens = self.prompt_length
+
+    def cut_response(self, length: int) -> None:
+        """Forget all of the response beyond its first `length` tokens."""
+        del self.tokens[self.prompt_length + length :]
+        del self.logprobs[length:], self.top_logprobs[length:]

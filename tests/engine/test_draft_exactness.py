@@ -15,6 +15,7 @@ import torch
 from palimpsest import Completion, Engine, EngineConfig, RequestError, SamplingParams, Segment
 from palimpsest.engine.draft import Draft, Drafter
 from palimpsest.engine.kv_cache import PagePool
+from palimpsest.engine.outbox import Outbox
 from palimpsest.engine.runner import Runner
 from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
@@ -74,6 +75,7 @@ def reshape(engine: Engine, *, budget: int = 64, num_pages: int = 64, page_size:
         layer.value.fill_(float("nan"))
     pool = PagePool(num_pages, page_size)
     engine.scheduler = Scheduler(pool, max_step_tokens=budget, max_sequences=places, window=WINDOW, eos_ids=eos_ids)
+    engine._outbox = Outbox(engine.scheduler)
     return engine
 
 
@@ -174,7 +176,7 @@ def test_any_draft_in_any_company_gives_the_undrafted_completions(engine: Engine
         sequence = engine.add(prompt[:cut], params, sample=i, is_open=is_open, drafter=drafter)
         sequences.append(sequence)
         for _ in range(rng.randint(0, 2)):
-            engine._undelivered = engine.step()
+            engine._outbox.updates = engine.step()
         if is_open:
             engine.extend(sequence, prompt[cut:])
             engine.close(sequence)

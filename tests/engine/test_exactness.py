@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from palimpsest import Completion, Engine, EngineConfig, SamplingParams
 from palimpsest.engine.kv_cache import PagePool
+from palimpsest.engine.outbox import Outbox
 from palimpsest.engine.runner import Runner
 from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
@@ -66,7 +67,6 @@ def alone(engine: Engine) -> dict[tuple[int, int], Completion]:
 def reshape(engine: Engine, *, budget: int, num_pages: int, page_size: int, places: int) -> Engine:
     """An engine on the same model with another pool, page size and schedule."""
     other = copy.copy(engine)
-    other._texts, other._undelivered = {}, []
     eos_ids = engine.tokenizer.eos_ids
     other.runner = Runner(
         engine.model,
@@ -86,6 +86,7 @@ def reshape(engine: Engine, *, budget: int, num_pages: int, page_size: int, plac
         window=engine.window,
         eos_ids=eos_ids,
     )
+    other._outbox = Outbox(other.scheduler)
     return other
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from palimpsest import Completion, ConfigError, Engine, EngineConfig, SamplingParams
-from palimpsest.engine import engine as engine_module
-from palimpsest.engine import lora, memory
+from palimpsest.engine import loaded_model, lora, memory
 from palimpsest.engine.acceptance import Acceptance
 from palimpsest.engine.draft import Drafter
 from palimpsest.engine.graphs import GraphPlan, Graphs
@@ -216,8 +215,8 @@ def test_the_pool_gets_a_share_of_what_graphs_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
 ) -> None:
     tried: list[Any] = []
-    monkeypatch.setattr(engine_module, "_graph_plan", lambda _, model, window: plan_of(model, window, []))
-    monkeypatch.setattr(engine_module, "bytes_held", lambda make, _: tried.append(make()) or taken)
+    monkeypatch.setattr(loaded_model, "_graph_plan", lambda _, model, window: plan_of(model, window, []))
+    monkeypatch.setattr(loaded_model, "bytes_held", lambda make, _: tried.append(make()) or taken)
     monkeypatch.setattr(memory, "available_bytes", lambda _: 3 << 20)
     folder, config = (
         make_model_folder(tmp_path, "llama"),

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from palimpsest import AgentConfig, Engine, EngineConfig, MemoryAgent, RequestError, SamplingParams
 from palimpsest.engine.kv_cache import PagePool
+from palimpsest.engine.outbox import Outbox
 from palimpsest.engine.reading import Event, Reading, TurnEnded
 from palimpsest.engine.scheduler import Scheduler
 from palimpsest.engine.sequence import Sequence
@@ -48,7 +49,7 @@ def what_came(readings: Iterable[Reading]) -> list[list[tuple[array[int], array[
 def rest(engine: Engine) -> None:
     """Nothing is left in an engine whose readings are over."""
     engine.scheduler.check()
-    assert not engine.unfinished and not engine._texts
+    assert not engine.unfinished and not engine._outbox.texts
     assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
 
 
@@ -194,7 +195,6 @@ def scripted(
     """The base engine with its pages and responses replaced, checked after every step."""
     engine, size = object.__new__(Engine), 4
     engine.__dict__.update(base.__dict__)
-    engine._texts, engine._undelivered = {}, []
     engine.config = replace(base.config, open_prompt=is_open, max_sequences=places, max_step_tokens=512)
     engine.runner = ScriptedRunner(num_pages, size, respond)  # type: ignore[assignment]
     engine.scheduler = Scheduler(
@@ -204,6 +204,7 @@ def scripted(
         window=base.window,
         eos_ids=base.tokenizer.eos_ids,
     )
+    engine._outbox = Outbox(engine.scheduler)
     engine.longest = min(base.window, num_pages * size)
     return engine
 
@@ -329,7 +330,7 @@ def test_leaving_at_any_moment_leaves_nothing_behind(base: Engine) -> None:
                 if leave == "close":
                     events.close()
                 else:
-                    running = [sequence for sequence in engine._texts if not sequence.is_open]
+                    running = [sequence for sequence in engine._outbox.texts if not sequence.is_open]
                     engine.abort_all()
                     # Between two turns only the opened one is under way, and that is added anew.
                     with pytest.raises(RequestError, match="was aborted") if running else nullcontext():
