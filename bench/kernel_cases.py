@@ -271,9 +271,11 @@ def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         "log-sum-exp", rows, 0, lambda: vocabulary.log_sum_exp(logits), theirs, moved(logits.numel(), 1), "float32"
     )
 
+    keys, on, off = torch.arange(rows, device=device), torch.ones_like(targets), torch.zeros_like(targets)
+    depths = torch.full((rows,), -math.inf, dtype=torch.float64, device=device)
+
     def draw(top_p: float) -> Tensor:
-        on, off = [True] * rows, [0] * rows
-        return sampling.choose(logits, list(range(rows)), on, off, [top_p] * rows, [-math.inf] * rows)
+        return sampling.choose(logits, keys, on, off, torch.full_like(depths, top_p), depths, cut=top_p < 1.0)
 
     for name, top_p in (("draw", 1.0), ("draw top-p", 0.95)):
         yield Case(name, rows, 0, lambda p=top_p: draw(p), None, moved(logits.numel(), 1), "float32")  # type: ignore[misc]

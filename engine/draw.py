@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .noise import LN2_HIGH, LN2_LOW, gumbel, stream_key
 
-__all__ = ["Draw", "Drawn", "choose", "draw_rows", "ranked"]
+__all__ = ["Draw", "Drawn", "choose", "draw_rows", "drawn", "ranked"]
 
 MASS_BITS = 38  # a vocabulary of 2**24 ids sums up to 2**62
 FAINTEST = -40.0  # e^-40 * 2**38 rounds to 0
@@ -68,16 +68,18 @@ def choose(scaled: Tensor, rows: Sequence[Draw], totals: Tensor) -> Tensor:
     return tokens
 
 
-def draw_rows(
-    logits: Tensor, rows: Sequence[Draw], log_sum_exp: Callable[[Tensor], Tensor],
-    choose: Callable[[Tensor, Sequence[Draw], Tensor], Tensor] = choose,
-) -> list[Drawn]:  # fmt: skip
-    """ops.Ops.draw with a log-sum-exp and a choice of tokens as given."""
+def draw_rows(logits: Tensor, rows: Sequence[Draw], log_sum_exp: Callable[[Tensor], Tensor]) -> list[Drawn]:
+    """ops.Ops.draw with a log-sum-exp as given."""
     scaled = logits / logits.new_tensor([row.temperature or 1.0 for row in rows]).unsqueeze(1)
     totals = log_sum_exp(scaled)
-    tokens = choose(scaled, rows, totals)
+    return drawn(scaled, choose(scaled, rows, totals), totals)
+
+
+def drawn(scaled: Tensor, tokens: Tensor, totals: Tensor) -> list[Drawn]:
+    """The tokens chosen from rows of logits / temperature, whose log-sum-exp are `totals`. Waits once for a GPU."""
     logprobs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - totals
-    return [Drawn(*values) for values in zip(tokens.tolist(), logprobs.tolist(), totals.tolist(), strict=True)]
+    columns = torch.stack((tokens.double(), logprobs.double(), totals.double())).tolist()  # float64 holds all exactly
+    return [Drawn(int(token), logprob, total) for token, logprob, total in zip(*columns, strict=True)]
 
 
 def ranked(z: Tensor, width: int) -> tuple[Tensor, Tensor]:

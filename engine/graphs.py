@@ -25,7 +25,8 @@ from .config import SamplingParams
 from .model import Batch
 from .sequence import Sequence
 from .step import Span
-from .step_inputs import StepInputs, upload
+from .step_inputs import StepInputs
+from .upload import upload
 
 __all__ = ["GpuRecorder", "GraphPlan", "Graphs", "Recorder", "StepGraph"]
 

@@ -24,7 +24,8 @@ from .rotary import turn_keys
 from .run import HEAD_TILE, Rounds, Run
 from .sampler import prompt_logprobs, sample
 from .step import KVMove, Span, SpanResult, Step
-from .step_inputs import StepInputs, upload
+from .step_inputs import StepInputs
+from .upload import upload
 
 __all__ = ["Runner", "page_bytes"]
 
@@ -123,7 +124,7 @@ class Runner:
                 self._move(move, next(given), next(given))
             if not spans:
                 return []
-            if narrows:
+            if narrows and ends[-1] < tokens:
                 batch = replace(batch, wanted_start=torch.tensor([0, *ends], dtype=torch.int32))
             hidden = self.run_layers(batch) if graph is None else graph(inputs, memory)
             meanwhile()

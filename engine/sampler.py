@@ -18,6 +18,7 @@ from .config import SamplingParams
 from .draw import Draw, ranked
 from .errors import RequestError
 from .sequence import TokenLogprob
+from .upload import upload
 
 if TYPE_CHECKING:
     from .ops import Ops
@@ -114,7 +115,8 @@ def _draw(row: SampleRow) -> Draw:
 
 
 def _scaled(logits: Tensor, row: SampleRow) -> Tensor:
-    return logits / logits.new_tensor(row.params.temperature or 1.0)
+    temperature = torch.tensor(row.params.temperature or 1.0, dtype=logits.dtype)
+    return logits / upload(temperature, logits.device)
 
 
 def _adjusts(row: SampleRow) -> bool:
@@ -134,7 +136,8 @@ def _adjust(z: Tensor, row: SampleRow) -> Tensor:
         drawn, counts = torch.unique(_ids(row.response_ids, z), return_counts=True)
         z[drawn] -= counts.to(z.dtype) * p.frequency_penalty + p.presence_penalty
     if p.logit_bias:
-        z[_ids(array("i", p.logit_bias), z)] += z.new_tensor(list(p.logit_bias.values()))
+        bias = torch.tensor(list(p.logit_bias.values()), dtype=z.dtype)
+        z[_ids(array("i", p.logit_bias), z)] += upload(bias, z.device)
     if row.index < p.min_tokens:
         ends = p.stop_ids if p.ignore_eos else p.stop_ids + row.eos_ids
         z[_ids(array("i", ends), z)] = -math.inf
@@ -145,4 +148,4 @@ def _ids(ids: array[int], like: Tensor) -> Tensor:
     """int64 ids for indexing, on the device of `like`."""
     if not ids:
         return torch.empty(0, dtype=torch.int64, device=like.device)
-    return torch.frombuffer(ids, dtype=torch.int32).to(like.device, torch.int64)
+    return upload(torch.frombuffer(ids, dtype=torch.int32), like.device).long()

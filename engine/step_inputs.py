@@ -17,7 +17,7 @@ from .model import Batch
 from .ops import Spans
 from .step import Span
 
-__all__ = ["StepInputs", "upload"]
+__all__ = ["StepInputs"]
 
 
 class StepInputs(NamedTuple):
@@ -72,11 +72,3 @@ class StepInputs(NamedTuple):
         longs, starts, lengths, tables, *lists = memory.split_with_sizes(sizes)
         ids, positions, slots = longs.view(torch.int64).split_with_sizes([self.tokens] * 3)
         return Batch(ids, positions, slots, Spans(starts, lengths, tables.view(self.rows, self.width))), tuple(lists)
-
-
-def upload(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, by a copy that nothing waits for; itself where that is the CPU.
-
-    torch keeps pinned memory until the copy out of it is done.
-    """
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -5,7 +5,6 @@ Activations are float32 between the ops; with bfloat16 parameters products take 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,9 @@ from ..triton_kernels import activation, attention, norm, rotary, sampling, voca
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
 from . import cuda, reference
-from .draw import draw_rows
+from .draw import drawn
+from .draw_table import DrawTable
 from .errors import ConfigError
-from .noise import stream_key
 
 if TYPE_CHECKING:
     from ..triton_kernels.attention import SharedPrefix
@@ -166,20 +165,13 @@ class TritonKernels:
         return vocabulary.log_sum_exp(logits)
 
     def draw(self, logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
-        return draw_rows(logits, rows, self.log_sum_exp, _choose)
-
-
-def _choose(scaled: Tensor, rows: Sequence[Draw], totals: Tensor) -> Tensor:
-    """draw.choose; the same ids."""
-    tokens = sampling.choose(
-        scaled,
-        [stream_key(*row.stream) for row in rows],
-        [row.temperature > 0 for row in rows],
-        [row.top_k if row.temperature > 0 else 0 for row in rows],
-        [row.top_p if row.temperature > 0 else 1.0 for row in rows],
-        [row.depth if row.temperature > 0 else -math.inf for row in rows],
-    )
-    return torch.where(totals.isfinite(), tokens, 0)  # the others mean nothing
+        table = DrawTable.of(rows, logits.device)
+        scaled = logits / table.temperatures.to(logits.dtype).unsqueeze(1)
+        totals = self.log_sum_exp(scaled)
+        tokens = sampling.choose(
+            scaled, table.keys, table.random, table.top_k, table.top_p, table.depths, cut=table.cut
+        )  # fmt: skip
+        return drawn(scaled, torch.where(totals.isfinite(), tokens, 0), totals)  # the other rows' tokens mean nothing
 
 
 def _decode(

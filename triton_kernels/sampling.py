@@ -197,38 +197,35 @@ def best_kernel(logits, cuts, lasts, depths, peaks, noisy, keys, best, best_id, 
 
 
 def choose(
-    logits: Tensor, keys: list[int], noisy: list[bool], top_k: list[int], top_p: list[float], depths: list[float]
+    logits: Tensor, keys: Tensor, random: Tensor, top_k: Tensor, top_p: Tensor, depths: Tensor, *, cut: bool
 ) -> Tensor:
     """float32 [R, vocabulary], dense, already divided by the temperatures -> int64 [R]; of equals the lowest id.
 
-    keys: of noise.stream_key, added where `noisy`. top_k (0 is off), top_p (1 is off), depths: as in draw.Draw; only of
-    noisy rows. A row with NaN gets any number from 0 to vocabulary.
+    Of each row [R]: keys (int64, the bits of noise.stream_key), whose noise is added where `random` (int64) is not 0;
+    top_k (int64, 0 is off), top_p and depths (float64, 1 and -inf are off) as in draw.Draw. cut: whether any top_k or
+    top_p is on. A row with NaN gets any number from 0 to vocabulary.
     """
     rows, vocabulary = logits.shape
     device, tiles = logits.device, triton.cdiv(vocabulary, TILE)
-    signed = [key - 2**64 if key >= 2**63 else key for key in keys]
-    key_bits, is_noisy = torch.tensor([signed, noisy], dtype=torch.int64).to(device)
-    cuts, lasts = heads(logits, top_k, top_p)
-    depth = torch.tensor(depths, dtype=torch.float64).to(device)
+    if cut:
+        cuts, lasts = heads(logits, top_k, top_p)
+    else:
+        cuts, lasts = torch.zeros_like(keys), torch.full_like(keys, vocabulary)
     best = torch.empty(rows, tiles, dtype=torch.float64, device=device)
     best_id = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     best_kernel[(rows, tiles)](
-        logits, cuts, lasts, depth, logits.amax(dim=1), is_noisy, key_bits, best, best_id, vocabulary, tiles, TILE,
+        logits, cuts, lasts, depths, logits.amax(dim=1), random, keys, best, best_id, vocabulary, tiles, TILE,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return best_id.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-def heads(logits: Tensor, top_k: list[int], top_p: list[float]) -> tuple[Tensor, Tensor]:
+def heads(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """What top-k, then top-p keep of each row, by the last member: its rank as `order` has it, and its id, int64 [R].
 
-    logits: float32 [R, vocabulary], dense. top_k: 0 is off. top_p: 1 is off.
+    logits: float32 [R, vocabulary], dense. top_k, top_p [R]: as in `choose`.
     """
     rows, vocabulary = logits.shape
-    counts, lasts, cuts = torch.tensor([top_k, [vocabulary] * rows, [0] * rows], dtype=torch.int64).to(logits.device)
-    if any(k > 0 or p < 1.0 for k, p in zip(top_k, top_p, strict=True)):
-        shares = torch.tensor(top_p, dtype=torch.float64).to(logits.device)
-        cut_kernel[(rows,)](
-            logits, counts, shares, cuts, lasts, vocabulary, TILE, num_warps=WARPS, enable_fp_fusion=False
-        )
+    cuts, lasts = torch.empty_like(top_k), torch.empty_like(top_k)
+    cut_kernel[(rows,)](logits, top_k, top_p, cuts, lasts, vocabulary, TILE, num_warps=WARPS, enable_fp_fusion=False)
     return cuts, lasts

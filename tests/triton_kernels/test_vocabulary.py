@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from palimpsest.engine import triton_ops
+from palimpsest.engine import draw_table, triton_ops
 from palimpsest.engine.draw import Draw, _kept, draw_rows
+from palimpsest.engine.draw_table import DrawTable
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
+from torch import Tensor
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(0, 5), (1, 1), (3, 4097), (2, 9000)])
@@ -61,7 +63,8 @@ def test_what_the_filters_keep(device: torch.device, step: float) -> None:
     logits = torch.randn(len(rows), 700, device=device) * 2
     if step:
         logits = (logits / step).round() * step  # and zeros of both signs
-    cuts, lasts = heads(logits, [row.top_k for row in rows], [row.top_p for row in rows])
+    table = DrawTable.of(rows, device)
+    cuts, lasts = heads(logits, table.top_k, table.top_p)
     bits = logits.view(torch.int32)
     ranks = (bits ^ ((bits >> 31) | -(2**31))).long() & 0xFFFFFFFF
     ranks[logits == 0] = 2**31
@@ -69,6 +72,23 @@ def test_what_the_filters_keep(device: torch.device, step: float) -> None:
     for r, row in enumerate(rows):
         kept = (ranks[r] > cuts[r]) | ((ranks[r] == cuts[r]) & (ids <= lasts[r]))
         assert torch.equal(ids[kept], _kept(logits[r], row))
+
+
+def test_a_draw_is_brought_to_the_device_by_one_copy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Tensor] = []
+
+    def upload(host: Tensor, device: torch.device) -> Tensor:
+        copies.append(host.clone().to(device))
+        host.fill_(-1)  # as pinned memory may be, once the copy is done
+        return copies[-1]
+
+    for rows in (ROWS, ROWS[:3], ROWS[-1:]):
+        logits = torch.randn(len(rows), 90, device=device)
+        expected = triton_ops.TritonKernels().draw(logits, rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(draw_table, "upload", upload)
+            assert triton_ops.TritonKernels().draw(logits, rows) == expected
+    assert len(copies) == 3
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
