@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TextIO
 
 from .engine.config import BACKENDS, DTYPES, WEIGHTS, AgentConfig, EngineConfig
 from .engine.errors import PalimpsestError
@@ -152,12 +151,5 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)

@@ -47,14 +47,12 @@ class Differentiable:
 
     def quantised_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """For inference only: ValueError when a gradient is wanted, which rounding does not have."""
-        if _wants_gradient(x, bias):
-            raise ValueError("a quantised linear layer has no gradient; train the model with its native weights")
+        _refuse_gradient(x, bias)
         return self._plain("quantised_linear", x, weight, bias)
 
     def scaled_linear(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         """As quantised_linear: for inference only."""
-        if _wants_gradient(x, bias):
-            raise ValueError("a quantised linear layer has no gradient; train the model with its native weights")
+        _refuse_gradient(x, bias)
         return self._plain("scaled_linear", x, codes, scales, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -111,6 +109,11 @@ def _wants_gradient(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
+def _refuse_gradient(*inputs: Tensor | None) -> None:
+    if _wants_gradient(*inputs):
+        raise ValueError("a quantised linear layer has no gradient; train the model with its native weights")
+
+
 def _apply(function: type[Function], *inputs: object) -> Tensor:
     result: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
@@ -140,6 +143,7 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x, weight and bias those that are wanted: a gradient costs as much as the product itself."""
         x, weight = ctx.saved_tensors
         grad, gradients = grad.contiguous(), ctx.ops.gradients
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
@@ -189,6 +193,7 @@ class _Attend(Function):
         ctx: Any, ops: Differentiable, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor,
         value_pages: Tensor, slots: Tensor, spans: Spans, scale: float,
     ) -> Tensor:  # fmt: skip
+        """Keys and values must all be of this batch, since each of their rows gets a gradient."""
         rows = _rows_by_position(slots, spans, key_pages)
         ops.kernels.write_kv(key, value, key_pages, value_pages, slots)
         out, stats = ops.kernels.attention_with_stats(query, key_pages, value_pages, spans, scale)

@@ -75,7 +75,7 @@ class Engine:
         self.drafts = config.drafts and self.model.ops.exact
         self.step_cost = StepCost.of_weights(_weight_bits(config))
         self.weights_version = 0
-        self._outbox = Outbox(self.scheduler)
+        self._outbox = Outbox(self.scheduler.finish)
         self._to_end: deque[tuple[Sequence, bool]] = deque()
         self._stepping = self._updating = False
         self._next_id = 0

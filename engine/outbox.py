@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .detokenizer import TextStream
-from .scheduler import Scheduler
 from .sequence import Completion, Sequence
 from .stream import Update
 
@@ -17,11 +16,11 @@ __all__ = ["Outbox"]
 class Outbox:
     """texts: of each sequence whose end was not told yet. updates: told and not taken, in order."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        """scheduler: learns that a stop string ends a response."""
+    def __init__(self, finish: Callable[[Sequence, str], None]) -> None:
+        """finish: ends a sequence that goes on, for a reason; Scheduler.finish."""
         self.texts: dict[Sequence, TextStream] = {}
         self.updates: list[Update] = []
-        self._scheduler = scheduler
+        self._finish = finish
 
     def tell(self, sequence: Sequence) -> None:
         """Add an update with what is new of a response: as text, and up to the stop string that ends it here."""
@@ -59,7 +58,7 @@ class Outbox:
 
     def _end_at_stop_string(self, sequence: Sequence, length: int) -> None:
         """End a response with the token that completed a stop string; a draft may have brought more, or another end."""
-        self._scheduler.finish(sequence, "stop")
+        self._finish(sequence, "stop")
         sequence.error = None
         sequence.cut_response(length)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, Any, Protocol
 
 from ..engine.errors import TraceError
 from .data import Notice
@@ -122,14 +122,7 @@ def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
 def warnings_noticed(notice: Notice) -> Iterator[None]:
     """Inside the block a warning is an event, each time anew, so that a run done again logs it in the same step."""
 
-    def tell(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def tell(message: Warning | str, *_: object, **__: object) -> None:
         notice("warning", str(message))
 
     with warnings.catch_warnings():

@@ -67,6 +67,7 @@ def score(
 
 
 def main(fd: int) -> None:
+    """Load the function that the first message over the socket names, then score what each further one holds."""
     connection = Connection(fd)
     sys.path[:], module, name, timeout = connection.recv()
     try:

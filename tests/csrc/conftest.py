@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor
 
 _C = pytest.importorskip("palimpsest._C", reason="the extension is not built")
@@ -43,8 +42,5 @@ def on_each_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tenso
 
 
 @pytest.fixture(autouse=True)
-def _fixed_numbers_and_threads() -> Iterator[None]:
-    torch.manual_seed(1)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+def _fixed(fixed_numbers_and_threads: None) -> None:
+    """For all kernel tests."""

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from palimpsest.engine.acceptance import StepCost
 from palimpsest.engine.config import EngineConfig, SamplingParams
 from palimpsest.engine.detokenizer import TextStream
-from palimpsest.engine.sequence import Completion, Segment, Sequence, Status
+from palimpsest.engine.outbox import Outbox
+from palimpsest.engine.sequence import Segment, Sequence, Status
+from palimpsest.engine.stream import Update
 from palimpsest.engine.tokenizer import Tokenizer
-
-
-@dataclass
-class Update:
-    sequence: Sequence
-    token_ids: array[int]
-    text: str
-    text_tokens: int
-    completion: Completion | None
 
 
 class ScriptedEngine:
@@ -48,12 +39,12 @@ class ScriptedEngine:
         self.added: list[tuple[Sequence, list[Segment]]] = []
         self.aborted: list[Sequence] = []
         self._respond = respond
-        self._live: dict[Sequence, tuple[list[int], TextStream]] = {}
-        self._undelivered: list[Update] = []
+        self._scripts: dict[Sequence, list[int]] = {}
+        self._outbox = Outbox(self._finish)
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._live or self._undelivered)
+        return bool(self._scripts or self._outbox.updates)
 
     def add(
         self,
@@ -69,22 +60,25 @@ class ScriptedEngine:
         ids = array("i", [token for segment in prompt for token in segment.ids])
         sequence = Sequence(len(self.added), ids, params, sample, turn, prompt_length=len(ids))
         self.added.append((sequence, prompt))
-        self._live[sequence] = (list(self._respond(sequence)), TextStream(self.tokenizer.decode, params.stop))
+        self._scripts[sequence] = list(self._respond(sequence))
+        self._outbox.texts[sequence] = TextStream(self.tokenizer.decode, params.stop)
         return sequence
 
     def step(self) -> list[Update]:
-        updates, self._undelivered = self._undelivered, []
-        return updates + [self._advance(sequence) for sequence in list(self._live)]
+        for sequence in list(self._scripts):
+            self._advance(sequence)
+        return self._outbox.take()
 
     def abort(self, sequence: Sequence) -> None:
         if not sequence.finished:
             self.aborted.append(sequence)
-            self._undelivered.append(self._end(sequence, array("i"), "", "abort"))
+            self._finish(sequence, "abort")
+            self._outbox.tell(sequence)
 
     def step_for(self, own: list[Sequence]) -> list[Update]:
         mine: list[Update] = []
         for update in self.step():
-            (mine if update.sequence in own else self._undelivered).append(update)
+            (mine if update.sequence in own else self._outbox.updates).append(update)
         return mine
 
     @contextmanager
@@ -94,7 +88,7 @@ class ScriptedEngine:
         finally:
             for sequence in sequences:
                 self.abort(sequence)
-            self._undelivered = [update for update in self._undelivered if update.sequence not in sequences]
+                self._outbox.forget(sequence)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -104,37 +98,20 @@ class ScriptedEngine:
             "window": self.window,
         }
 
-    def _advance(self, sequence: Sequence) -> Update:
-        script, stream = self._live[sequence]
-        token = script.pop(0)
-        ids = array("i", [token])
+    def _advance(self, sequence: Sequence) -> None:
+        token = self._scripts[sequence].pop(0)
         sequence.tokens.append(token)
         sequence.logprobs.append(-float(token))
         if token in self.tokenizer.eos_ids or token in sequence.params.stop_ids:
-            return self._end(sequence, ids, "", "stop")
-        text = stream.push(token)
-        if stream.stopped is not None:
-            return self._end(sequence, ids, text, "stop")
-        if sequence.response_length == sequence.params.max_tokens:
-            return self._end(sequence, ids, text, "length")
-        return Update(sequence, ids, text, stream.tokens_before_stop, None)
+            self._finish(sequence, "stop")
+        elif sequence.response_length == sequence.params.max_tokens:
+            self._finish(sequence, "length")
+        self._outbox.tell(sequence)
 
-    def _end(self, sequence: Sequence, ids: array[int], text: str, reason: str) -> Update:
-        _, stream = self._live.pop(sequence)
-        text += stream.finish()
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        if sequence.finished:
+            return
+        del self._scripts[sequence]
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         sequence.counters.prefilled_tokens = sequence.prompt_length
         sequence.counters.decode_steps = sequence.response_length
-        seconds = time.perf_counter() - sequence.started
-        completion = Completion(
-            text=stream.text,
-            token_ids=sequence.response,
-            text_tokens=stream.tokens_before_stop,
-            finish_reason=reason,
-            logprobs=sequence.logprobs,
-            top_logprobs=None,
-            prompt_logprobs=None,
-            counters=sequence.counters,
-            seconds=seconds,
-        )
-        return Update(sequence, ids, text, stream.tokens_before_stop, completion)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_sam
 from palimpsest.tests.tiny_models import make_model_folder
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="the extension is not built")
+pytestmark = [
+    pytest.mark.skipif(not cpu.BUILT, reason="the extension is not built"),
+    pytest.mark.usefixtures("fixed_numbers_and_threads"),
+]
 
 KERNELS = Differentiable(cpu, cpu_backward)
 PAGE_SIZE = 8
@@ -29,14 +32,6 @@ MODELS = {
     "qwen3": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3 untied": {},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _fixed_numbers_and_threads() -> Iterator[None]:
-    torch.manual_seed(1)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -75,7 +75,7 @@ def reshape(engine: Engine, *, budget: int = 64, num_pages: int = 64, page_size:
         layer.value.fill_(float("nan"))
     pool = PagePool(num_pages, page_size)
     engine.scheduler = Scheduler(pool, max_step_tokens=budget, max_sequences=places, window=WINDOW, eos_ids=eos_ids)
-    engine._outbox = Outbox(engine.scheduler)
+    engine._outbox = Outbox(engine.scheduler.finish)
     return engine
 
 

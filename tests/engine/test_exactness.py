@@ -86,7 +86,7 @@ def reshape(engine: Engine, *, budget: int, num_pages: int, page_size: int, plac
         window=engine.window,
         eos_ids=eos_ids,
     )
-    other._outbox = Outbox(other.scheduler)
+    other._outbox = Outbox(other.scheduler.finish)
     return other
 
 

@@ -204,7 +204,7 @@ def scripted(
         window=base.window,
         eos_ids=base.tokenizer.eos_ids,
     )
-    engine._outbox = Outbox(engine.scheduler)
+    engine._outbox = Outbox(engine.scheduler.finish)
     engine.longest = min(base.window, num_pages * size)
     return engine
 

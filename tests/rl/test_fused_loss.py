@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from palimpsest.rl.loss import TokenRows, policy_loss
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("fixed_numbers_and_threads")
 needs_extension = pytest.mark.skipif(not cpu.BUILT, reason="the extension is not built")
 BACKENDS = [pytest.param("cpu", marks=needs_extension), "reference"]
 TEMPERATURE = 0.7
@@ -25,14 +25,6 @@ VOCABULARY = 5000  # more than a tile of the log-sum-exp
 CONFIGS = {name: AlgorithmConfig.preset(name, kl=0.01, entropy=0.02) for name in PRESETS} | {
     "corrected turns": AlgorithmConfig(correction="mask", correction_level="turn", correction_low=0.3)
 }
-
-
-@pytest.fixture(autouse=True)
-def _fixed_numbers_and_threads() -> Iterator[None]:
-    torch.manual_seed(1)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_ops(backend: str, dtype: torch.dtype) -> Ops:
