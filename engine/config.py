@@ -20,7 +20,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
-DTYPES = ("float32", "bfloat16", "float64")
+DTYPES = {"float32": 32, "bfloat16": 16, "float64": 64}  # their bits
 KV_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
 ATTENTION = ("auto", "triton", "cuda", "flashinfer")
@@ -151,7 +151,7 @@ class EngineConfig:
     MOST_THREADS: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
-        _require_choice("EngineConfig", "dtype", self.dtype, DTYPES)
+        _require_choice("EngineConfig", "dtype", self.dtype, tuple(DTYPES))
         _require_choice("EngineConfig", "weights", self.weights, WEIGHTS)
         if self.kv_dtype is not None:
             _require_choice("EngineConfig", "kv_dtype", self.kv_dtype, KV_DTYPES)
@@ -180,6 +180,13 @@ class EngineConfig:
             object.__setattr__(self, "rope_scaling", _frozen("EngineConfig", "rope_scaling", self.rope_scaling))
             kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type"))
             _require_choice("EngineConfig", "rope_scaling['rope_type']", kind, (*ROPE_TYPES, "default"))
+
+    @property
+    def weight_bits(self) -> int:
+        """Of a weight in memory; files with integers of their own count as int4."""
+        if self.weights == "native":
+            return DTYPES[self.dtype]
+        return 8 if self.weights.startswith(("int8", "fp8")) else 4
 
 
 @dataclass(frozen=True)

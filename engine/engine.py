@@ -73,7 +73,7 @@ class Engine:
         )
         self.longest = min(self.window, pool.num_pages * pool.page_size)
         self.drafts = config.drafts and self.model.ops.exact
-        self.step_cost = StepCost.of_weights(_weight_bits(config))
+        self.step_cost = StepCost.of_weights(config.weight_bits)
         self.weights_version = 0
         self._outbox = Outbox(self.scheduler.finish)
         self._to_end: deque[tuple[Sequence, bool]] = deque()
@@ -348,11 +348,3 @@ class Engine:
     def _require_own(self, sequence: Sequence) -> None:
         if not sequence.finished and sequence not in self._outbox.texts:
             raise RequestError(f"sequence {sequence.id} belongs to another engine")
-
-
-def _weight_bits(config: EngineConfig) -> int:
-    """Bits of a weight in memory; files with integers of their own count as int4."""
-    if config.weights == "native":
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        return 8 * dtype.itemsize
-    return 8 if config.weights.startswith(("int8", "fp8")) else 4
