@@ -1,6 +1,6 @@
 """StepInputs: the whole numbers of a step side by side in one piece of memory, so that a GPU gets them by one copy.
 
-Gathered in plain arrays: behind a pass over the weights, which drives all else out of the cache, each tensor op of a
+Gathered in plain lists: behind a pass over the weights, which drives all else out of the cache, each tensor op of a
 decode step costs tens of microseconds.
 """
 
@@ -39,22 +39,24 @@ class StepInputs(NamedTuple):
         cls, spans: Sequence[Span], page_size: int, lists: Sequence[array[int]] = (), places: int | None = None
     ) -> StepInputs:
         """The rows of the spans in order, and int32 lists of numbers that the step needs besides."""
-        ids, positions, slots = array("q"), array("q"), array("q")
-        query_start, kv_length, tables = array("i", [0]), array("i"), array("i")
+        ids, positions, slots = list[int](), list[int](), list[int]()
+        query_start, kv_length, tables = [0], list[int](), list[int]()
         width = max((len(span.pages) for span in spans), default=0)
         for span in spans:
             pages, rows = span.pages, range(span.start, span.start + span.rows)
-            ids.extend([*span.ids, *span.draft])
-            positions.extend(rows)
-            slots.extend([pages[at // page_size] * page_size + at % page_size for at in rows])
+            ids += span.ids
+            ids += span.draft
+            positions += rows
+            slots += [pages[at // page_size] * page_size + at % page_size for at in rows]
             query_start.append(len(ids))
             kv_length.append(rows.stop)
-            tables.extend(pages)
-            tables.extend([0] * (width - len(pages)))
+            tables += pages
+            tables += [0] * (width - len(pages))
         places = len(spans) if places is None else places
-        query_start.extend([len(ids)] * (places - len(spans)))
-        kv_length.extend([0] * (places - len(spans)))
-        memory = bytearray().join((ids, positions, slots, query_start, kv_length, tables, *lists))
+        query_start += [len(ids)] * (places - len(spans))
+        kv_length += [0] * (places - len(spans))
+        longs, ints = array("q", ids + positions + slots), array("i", query_start + kv_length + tables)
+        memory = bytearray().join((longs, ints, *lists))
         return cls(memory, len(ids), places, len(spans), width, tuple(map(len, lists)))
 
     @property
