@@ -165,6 +165,7 @@ class TritonKernels:
         return vocabulary.log_sum_exp(logits)
 
     def draw(self, logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+        """See ops.Ops.draw."""
         table = DrawTable.of(rows, logits.device)
         scaled = logits / table.temperatures.to(logits.dtype).unsqueeze(1)
         totals = self.log_sum_exp(scaled)
