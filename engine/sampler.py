@@ -115,8 +115,7 @@ def _draw(row: SampleRow) -> Draw:
 
 
 def _scaled(logits: Tensor, row: SampleRow) -> Tensor:
-    temperature = torch.tensor(row.params.temperature or 1.0, dtype=logits.dtype)
-    return logits / upload(temperature, logits.device)
+    return logits / logits.new_full((), row.params.temperature or 1.0)
 
 
 def _adjusts(row: SampleRow) -> bool:

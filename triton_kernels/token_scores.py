@@ -54,7 +54,7 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
     targets: int64 [R]. d logprob and dH are those of token_scores_grad. Twin: reference.token_scores.
     """
     if temperature != 1.0:
-        logits.div_(logits.new_tensor(temperature))
+        logits.div_(logits.new_full((), temperature))
     rows, vocabulary = logits.shape
     log_sums = log_sum_exp(logits)
     tiles = triton.cdiv(vocabulary, TILE)
