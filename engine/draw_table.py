@@ -54,4 +54,5 @@ class DrawTable(NamedTuple):
             column.frombytes(bytes(8 * (len(rows) % 2)))
         host = torch.frombuffer(bytearray().join(columns), dtype=torch.int64)
         table = upload(host, device).view(len(columns), -1)[:, : len(rows)]
-        return cls(*table[:3].unbind(), *table[3:].view(torch.float64).unbind(), cut)
+        wholes, reals = table[:3], table[3:].view(torch.float64)
+        return cls(wholes[0], wholes[1], wholes[2], reals[0], reals[1], reals[2], cut)

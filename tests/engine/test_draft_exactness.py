@@ -110,7 +110,8 @@ def broken_step(engine: Engine, rng: random.Random) -> list:
             (engine.scheduler, "finish"),
             (engine.runner, "run_layers"),
             (engine.runner, "_draw"),
-            (engine, "_update"),
+            (engine._outbox, "tell"),
+            (engine._outbox, "_finish"),
         ]
     )
     original, left = getattr(owner, name), rng.randint(0, 6)

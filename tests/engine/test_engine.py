@@ -456,7 +456,7 @@ def test_a_step_that_fails_anywhere_loses_neither_pages_nor_tokens(
         "schedule": (engine.scheduler.pool, "allocate"),
         "run": (engine.runner, "run_layers"),
         "commit": (engine.scheduler, "_publish"),
-        "update": (engine, "_update"),
+        "update": (engine._outbox, "tell"),
     }[place]
     original, calls = getattr(owner, name), 0
 
