@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from ..engine.config import AgentConfig, SamplingParams
@@ -128,7 +128,7 @@ def _sections(stage: Stage, chosen: Options, works: Sequence[Work], opened: Work
         Section(f"first{first.name}", ("closed", "open"), partial(_first_token, stage, first)),
         Section(f"group{GROUP}.{GROUP_CHUNK}", ("chunk_first", "memory_first"), partial(_group, stage)),
         Section(f"carry{CARRY.name}", tuple(CARRIES), partial(_carried, stage, CARRY)),
-        Section(f"endurance.{TURNS}", (), lambda _: _endurance(stage.ours)),
+        Section(f"endurance.{TURNS}", (), lambda _: _endurance(stage)),
         Section(f"workload.{WORKLOAD['chunk']}", (), workload),
     ]
 
@@ -273,8 +273,9 @@ def _carried(stage: Stage, work: Work, wanted: Collection[str]) -> Part:
     return rows, []
 
 
-def _endurance(ours: Ours) -> Part:
-    found = endurance(ours.engine, TURNS)
+def _endurance(stage: Stage) -> Part:
+    stage.probe.measure()  # no row here has a limit, but the report names the machine's
+    found = endurance(stage.ours.engine, TURNS)
     print(f"{TURNS} turns of a tiny model, the first and the last hundred: {found}")
     cpu, resident = found.first_seconds / found.last_seconds, found.first_bytes / found.last_bytes
     return [], [
@@ -301,7 +302,8 @@ def _workload(stage: Stage, peers: Sequence[Peer]) -> Part:
         print(f"{label} differs first in turn {one.turn}, token {one.place}; our two likeliest lie {one.gap:.2g} apart")
     rival = best(others)
     gain = None if rival is None else ratio(mine, rival)
-    return [row(one) for one in (mine, *others)], [
+    drafts = {source: asdict(counters) for source, counters in workload.drafts.items()}
+    return [row(mine) | {"drafts": drafts}, *map(row, others)], [
         Target(f"workload.{workload.chunk}.float32.vs_best_peer", gain, PEER_GAIN)
     ]
 

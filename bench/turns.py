@@ -10,7 +10,7 @@ from ..engine.acceptance import Acceptance
 from ..engine.config import SamplingParams
 from ..engine.draft import Drafter
 from ..engine.engine import Engine
-from ..engine.sequence import Segment
+from ..engine.sequence import Segment, joined
 from ..engine.sequence import Sequence as EngineSequence
 from .clock import Sample, timed
 from .forced import forced, spoilt
@@ -59,18 +59,14 @@ class Turns:
 
     def one_pass(self) -> Sample:
         """The same prompt with the memory once more behind it, as a prompt: a forward pass with one row of the head."""
-        ids = array("i")
-        for segment in self._prompt():
-            ids.extend(segment.ids)
-        ids.extend(self._ids("memory", self.memory))
+        ids = joined(self._prompt()) + self._ids("memory", self.memory)
         with drafting(self.engine, False):
             return timed(lambda: self.engine.generate([ids], SamplingParams(temperature=0, max_tokens=1)))
 
     def to_first_token(self, *, is_open: bool) -> Sample:
         """From the last token of the memory to the first of the response, no drafts. is_open: as an open prompt."""
         prompt = self._prompt()
-        known = sum(len(segment.ids) for segment in prompt[:2])
-        ids = array("i", [token for segment in prompt for token in segment.ids])
+        known, ids = len(joined(prompt[:2])), joined(prompt)
         params = SamplingParams(temperature=0, max_tokens=1)
         with drafting(self.engine, False):
             if not is_open:

@@ -11,6 +11,7 @@ from ..engine.engine import Engine
 from ..engine.errors import ConfigError
 from ..engine.memory_agent import MemoryAgent
 from ..engine.reading import Turn
+from ..engine.sequence import DraftCounters
 from .clock import Sample, timed
 from .peers import Peer
 
@@ -46,7 +47,7 @@ class Workload:
     """A reading of `chunks` chunks and an answer, greedy; each round reads another part of the document.
 
     The peers are fed the ids of our prompts turn by turn and write responses as long as ours.
-    turns: of the last reading.
+    turns, drafts: of the last reading.
     """
 
     def __init__(self, engine: Engine, *, chunks: int, chunk: int, memory: int, answer: int) -> None:
@@ -57,13 +58,15 @@ class Workload:
         self._agent = MemoryAgent(engine, config)
         self._differences: dict[str, tuple[array[int], int, int]] = {}
         self.turns: list[Turn] = []
+        self.drafts: dict[str, DraftCounters] = {}
 
     def ours(self, number: int) -> Sample:
         """Our reading of round `number`."""
         text = document(self.engine, number, self.chunks * self.chunk)
 
         def run() -> None:
-            self.turns = self._agent.read(text, QUESTION).turns
+            reading = self._agent.read(text, QUESTION)
+            self.turns, self.drafts = reading.turns, reading.counters.drafts
 
         return timed(run)
 
@@ -79,10 +82,14 @@ class Workload:
 
     @property
     def wrote(self) -> str:
-        """What the model wrote in the last reading, and in how many steps."""
+        """What the model wrote in the last reading, in how many steps, and how good the drafts of each source were."""
         written = sum(len(turn.response_ids) for turn in self.turns)
         steps = sum(turn.decode_steps + 1 for turn in self.turns)
-        return f"{len(self.turns)} turns, {written} tokens written in {steps} steps"
+        drafts = (
+            f"; {source}: {one.accepted} of {one.proposed} drafted tokens right, {one.run_length:.1f} a draft"
+            for source, one in self.drafts.items()
+        )
+        return f"{len(self.turns)} turns, {written} tokens written in {steps} steps{''.join(drafts)}"
 
     def differences(self) -> dict[str, Difference]:
         """By peer, the first token ever seen to differ."""

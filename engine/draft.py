@@ -60,7 +60,7 @@ class Drafter:
         """texts: by source, the most promising first. repeats: the response should repeat the first from its start."""
         self._texts = [_Text(source, ids) for source, ids in texts.items()]
         self._acceptance, self._repeats = acceptance, repeats
-        self._siblings: dict[int, _Text] = {}
+        self._siblings: dict[int, int] = {}  # the place of a writer's text in `texts`
         self._restart()
 
     @classmethod
@@ -81,14 +81,14 @@ class Drafter:
     def extend(self, writer: int, ids: array[int]) -> None:
         """Sibling number `writer` has written these further ids (int32) of its memory."""
         if writer not in self._siblings:
-            self._siblings[writer] = _Text(SIBLING, array("i"))
-            self._texts.append(self._siblings[writer])
+            self._siblings[writer] = len(self._texts)
+            self._texts.append(_Text(SIBLING, array("i")))
             if self._automaton is not None:
                 self._automaton.add()
-        text = self._siblings[writer]
-        text.ids.extend(ids)
+        number = self._siblings[writer]
+        self._texts[number].ids.extend(ids)
         if self._automaton is not None:
-            self._automaton.extend(self._texts.index(text), ids)
+            self._automaton.extend(number, ids)
             self._automaton.advance(self._seen[-TAIL:])
 
     def propose(self, response: array[int], limit: int, width: int = 1) -> Draft | None:
@@ -153,8 +153,9 @@ class Drafter:
         if length <= self._faith:
             return
         text = self._texts[number]
+        behind = _end_of(self._seen[-length:], text.ids, text.after)
         self._text, self._faith = number, length
-        self._place = max(place, _end_of(self._seen[-length:], text.ids, text.after))
+        self._place = behind if place < behind < len(text.ids) else place
 
 
 def _flat(parts: Iterable[int] | Iterable[Segment]) -> array[int]:

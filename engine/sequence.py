@@ -67,6 +67,11 @@ class DraftCounters:
     proposed: int = 0
     accepted: int = 0
 
+    @property
+    def run_length(self) -> float:
+        """Accepted tokens per draft, the mean."""
+        return self.accepted / self.drafts if self.drafts else 0.0
+
     def add(self, proposed: int, accepted: int) -> None:
         self.drafts += 1
         self.proposed += proposed
@@ -96,14 +101,6 @@ class Counters:
     preemptions: int = 0
     carried_tokens: int = 0
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
-
-    @property
-    def drafted_tokens(self) -> int:
-        return sum(counters.proposed for counters in self.drafts.values())
-
-    @property
-    def accepted_tokens(self) -> int:
-        return sum(counters.accepted for counters in self.drafts.values())
 
 
 @dataclass(frozen=True)

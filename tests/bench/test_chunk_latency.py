@@ -53,6 +53,8 @@ def test_every_part_as_a_user_runs_it(tiny_model, peers_folder, capsys, monkeypa
     assert targets["read20.60.float32.needed_over_prefilled"] == 1.0
     assert targets["group3.40.float32.kv_bytes"] > 1.5
     assert targets["workload.50.float32.vs_best_peer"] > 0
+    drafted = next(one["drafts"]["memory"] for one in found["rows"] if one["work"] == "workload")
+    assert f"memory: {drafted['accepted']} of {drafted['proposed']} drafted tokens right" in printed
     assert "fake differs first in turn 0, token 0" in printed
     asked = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
     assert [question["op"] for question in asked] == ["turn"] * 9 + ["quit"] * 2  # 2 chunks and the answer, 3 rounds

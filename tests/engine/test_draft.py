@@ -98,6 +98,26 @@ def test_siblings_help_as_soon_as_they_are_ahead():
     assert draft.ids == theirs[6 : 6 + len(draft.ids)]
 
 
+def test_siblings_that_write_the_same_are_told_apart():
+    shared, theirs, astray = text(20, "shared"), text(40, "theirs"), text(5, "own")
+    drafter = Drafter.for_prompt(segments(MEMORY, CHUNK))
+    drafter.extend(0, shared)
+    drafter.propose(astray, LIMIT)
+    drafter.extend(1, shared)
+    drafter.extend(1, theirs)
+    draft = drafter.propose(astray + shared, LIMIT)
+    assert (draft.source, draft.ids) == ("sibling", theirs[: len(draft.ids)])
+
+
+def test_goes_where_something_follows():
+    line = text(6, "line")
+    memory = line + text(30, 1) + line
+    drafter = Drafter.for_prompt(segments(memory, CHUNK))
+    for end in range(len(memory) + 1):
+        drafter.propose(memory[:end], LIMIT)
+    assert drafter.propose(memory + text(3, "new") + line, LIMIT).ids[:10] == text(30, 1)[:10]
+
+
 @pytest.mark.parametrize("as_segments", [False, True])
 def test_a_prompt_of_another_kind_is_quoted(as_segments):
     prompt = [Segment("memory", MEMORY), Segment("tail", CHUNK)] if as_segments else list(MEMORY + CHUNK)

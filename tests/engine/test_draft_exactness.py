@@ -18,7 +18,7 @@ from palimpsest.engine.kv_cache import PagePool
 from palimpsest.engine.outbox import Outbox
 from palimpsest.engine.runner import Runner
 from palimpsest.engine.scheduler import Scheduler
-from palimpsest.engine.sequence import Sequence
+from palimpsest.engine.sequence import DraftCounters, Sequence
 from palimpsest.tests.tiny_models import make_model_folder
 
 CONFIG = EngineConfig(kv_bytes=1 << 22, backend="cpu", threads=1)
@@ -195,7 +195,7 @@ def test_an_unchanged_memory_takes_no_decode_step_and_one_pass_with_the_end_of_t
         given = drain(engine, [sequence])[0]
         same(given, expected)
         assert (given.counters.decode_steps, given.counters.prefilled_tokens) == (0, 70), f"budget {budget}"
-        assert (given.counters.drafted_tokens, given.counters.accepted_tokens) == (59, 59)
+        assert given.counters.drafts == {"memory": DraftCounters(drafts=1, proposed=59, accepted=59)}
         assert len(sequence.drafter.recorded) == 1
 
 

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -70,11 +71,11 @@ def test_open_is_closed(
 ) -> None:
     tasks = [(story(1800, 1800 + years), QUESTION) for years in (3, 9, 0, 5)]
     came = []
-    for is_open in (False, True):
+    for is_open, drafts in product((False, True), repeat=2):
         engine = Engine(
             model,
             EngineConfig(
-                backend="cpu", threads=1, open_prompt=is_open, drafts=is_open, **({"kv_bytes": 1 << 22} | limits)
+                backend="cpu", threads=1, open_prompt=is_open, drafts=drafts, **({"kv_bytes": 1 << 22} | limits)
             ),
         )
         agent = MemoryAgent(engine, replace(CONFIG, template=template, sampling=sampling))
@@ -82,11 +83,11 @@ def test_open_is_closed(
         monkeypatch.setattr(engine.scheduler, "_preempt", preempt)
         readings = agent.read_many(tasks)
         came.append(what_came(readings))
-        ahead = [reading.counters.prefilled_ahead for reading in readings]
-        assert any(ahead) == is_open
+        assert any(reading.counters.prefilled_ahead for reading in readings) == is_open
+        assert any(reading.counters.drafts for reading in readings) == drafts
         assert preempt.called or "kv_bytes" not in limits
         rest(engine)
-    assert came[0] == came[1]
+    assert all(other == came[0] for other in came[1:])
 
 
 def test_what_drafts_brought_is_counted_and_traced(model: Path, tmp_path: Path) -> None:

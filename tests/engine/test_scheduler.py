@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from palimpsest.engine.config import SamplingParams
+from palimpsest.engine.draft import Draft, Drafter
 from palimpsest.engine.errors import RequestError
 from palimpsest.engine.kv_cache import PagePool
 from palimpsest.engine.scheduler import Scheduler
@@ -49,7 +50,7 @@ class PageReader:
         for target, slots in copied:
             self.pages[target][:] = slots
         for span in step.spans:
-            for i, token in enumerate(span.ids, span.start):
+            for i, token in enumerate([*span.ids, *span.draft], span.start):
                 self.pages[span.pages[i // PAGE]][i % PAGE] = token
         return [self._result(span) for span in step.spans]
 
@@ -64,6 +65,24 @@ class PageReader:
         while span.samples and drawn == span.draft[: len(drawn)] and len(drawn) <= len(span.draft):
             drawn.append(next_token(stored + drawn))
         return SpanResult(drawn, [-1.0] * len(drawn), prompt_logprobs=scores)
+
+
+class Guess(Drafter):
+    """Foresees some tokens of a response, one in four of them wrongly."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+
+    def propose(self, response: array[int], limit: int, width: int = 1) -> Draft | None:
+        tokens = self.sequence.tokens[:]
+        length = min(limit, len(tokens) % 6)
+        for _ in range(length):
+            token = next_token(tokens)
+            tokens.append(token + (zlib.crc32(tokens.tobytes()) % 4 == 0))
+        return Draft(tokens[len(self.sequence.tokens) :], "memory") if length else None
+
+    def record(self, draft: Draft, accepted: int) -> None:
+        assert 0 <= accepted <= len(draft.ids)
 
 
 class Machine:
@@ -84,7 +103,7 @@ class Machine:
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
-        assert sum(len(span.ids) for span in step.spans) <= self.scheduler.max_step_tokens
+        assert sum(span.rows for span in step.spans) <= self.scheduler.max_step_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_sequences
         assert all(len(span.ids) for span in step.spans)
         self.scheduler.settle(step)  # the device may not have begun
@@ -301,9 +320,9 @@ def schedules(draw: st.DrawFn) -> list[tuple[str, list[int], int]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(schedules(), st.integers(12, 30), st.integers(4, 24), st.integers(1, 4), st.booleans())
+@given(schedules(), st.integers(12, 30), st.integers(4, 24), st.integers(1, 4), st.booleans(), st.booleans())
 def test_any_schedule_gives_the_plain_loops_responses(
-    schedule: list[tuple[str, list[int], int]], num_pages: int, budget: int, places: int, scored: bool
+    schedule: list[tuple[str, list[int], int]], num_pages: int, budget: int, places: int, scored: bool, drafts: bool
 ) -> None:
     machine = Machine(num_pages=num_pages, budget=budget, places=places, window=40)
     params = SamplingParams(max_tokens=10, prompt_logprobs=scored)
@@ -313,6 +332,7 @@ def test_any_schedule_gives_the_plain_loops_responses(
         if action in ("add", "open"):
             is_open = action == "open"
             sequence = machine.add(ids, replace(params, prompt_logprobs=scored and not is_open), is_open=is_open)
+            sequence.drafter = Guess(sequence) if drafts else None
             prompts[sequence] = list(ids)
         elif action == "step":
             machine.step()

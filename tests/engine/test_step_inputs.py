@@ -51,7 +51,7 @@ def complete(engine: Engine) -> list[Completion]:
     scored = SamplingParams(seed=3, max_tokens=9, prompt_logprobs=True)
     engine.add(PROMPT[::-1], scored)
     done = [update.completion for _ in range(60) for update in engine.step() if update.completion is not None]
-    assert right.counters.accepted_tokens == 11 and right.counters.cached_tokens % 16
+    assert right.counters.drafts["memory"].accepted == 11 and right.counters.cached_tokens % 16
     return first + done
 
 
