@@ -299,7 +299,7 @@ def _workload(stage: Stage, peers: Sequence[Peer]) -> Part:
     mine, *others = alternate(entries, stage.rounds, stage.probe)
     print(f"workload: {workload.wrote}")
     for label, one in workload.differences().items():
-        print(f"{label} differs first in turn {one.turn}, token {one.place}; our two likeliest lie {one.gap:.2g} apart")
+        print(f"{label} {one}")
     rival = best(others)
     gain = None if rival is None else ratio(mine, rival)
     drafts = {source: asdict(counters) for source, counters in workload.drafts.items()}

@@ -35,12 +35,17 @@ def document(engine: Engine, number: int, size: int) -> str:
 class Difference:
     """The first token that a peer wrote otherwise than we, by turn and place in the response, and how close it was.
 
-    gap: between our two likeliest tokens there, in nats.
+    gap: between our two likeliest tokens there, in nats. ends: whether we ended the response there.
     """
 
     turn: int
     place: int
     gap: float
+    ends: bool
+
+    def __str__(self) -> str:
+        where = f"turn {self.turn}, token {self.place}{', where ours ends' if self.ends else ''}"
+        return f"differs first in {where}; our two likeliest lie {self.gap:.2g} apart"
 
 
 class Workload:
@@ -56,7 +61,7 @@ class Workload:
             chunk_tokens=chunk, memory_tokens=memory, answer_tokens=answer, sampling=SamplingParams(temperature=0)
         )
         self._agent = MemoryAgent(engine, config)
-        self._differences: dict[str, tuple[array[int], int, int]] = {}
+        self._differences: dict[str, tuple[Turn, int]] = {}
         self.turns: list[Turn] = []
         self.drafts: dict[str, DraftCounters] = {}
 
@@ -94,15 +99,15 @@ class Workload:
     def differences(self) -> dict[str, Difference]:
         """By peer, the first token ever seen to differ."""
         found = {}
-        for label, (ids, turn, place) in self._differences.items():
+        for label, (turn, place) in self._differences.items():
             params = SamplingParams(temperature=0, max_tokens=1, top_logprobs=2)
-            [completion] = self.engine.generate([ids], params)
+            [completion] = self.engine.generate([turn.prompt_ids + turn.response_ids[:place]], params)
             first, second = (completion.top_logprobs or [[]])[0]
-            found[label] = Difference(turn, place, first.logprob - second.logprob)
+            found[label] = Difference(turn.index, place, first.logprob - second.logprob, place >= turn.text_tokens)
         return found
 
     def _compare(self, label: str, turn: Turn, ids: list[int]) -> None:
         ours = turn.response_ids
         place = next((i for i, token in enumerate(ids) if token != ours[i]), None)
         if place is not None:
-            self._differences.setdefault(label, (turn.prompt_ids + ours[:place], turn.index, place))
+            self._differences.setdefault(label, (turn, place))

@@ -18,7 +18,7 @@ __all__ = ["Draft", "Drafter"]
 
 REWRITTEN = "memory"  # the segment that the response is expected to repeat from its start
 LOOKED_UP = ("chunk",)  # segments that it may copy from
-PROMPT, SIBLING = "prompt", "sibling"
+PROMPT, SIBLING, RESPONSE = "prompt", "sibling", "response"
 
 START = 4  # faith in the first place: as if so many tokens had been right
 FAITH = 8  # most of it that outlasts a wrong token, which halves it
@@ -58,7 +58,8 @@ class Drafter:
 
     def __init__(self, texts: Mapping[str, array[int]], acceptance: Acceptance, *, repeats: bool) -> None:
         """texts: by source, the most promising first. repeats: the response should repeat the first from its start."""
-        self._texts = [_Text(source, ids) for source, ids in texts.items()]
+        self._own = len(texts)  # the place in `texts` of the response so far, which may go round in circles
+        self._texts = [*(_Text(source, ids) for source, ids in texts.items()), _Text(RESPONSE, array("i"))]
         self._acceptance, self._repeats = acceptance, repeats
         self._siblings: dict[int, int] = {}  # the place of a writer's text in `texts`
         self._restart()
@@ -88,8 +89,7 @@ class Drafter:
         number = self._siblings[writer]
         self._texts[number].ids.extend(ids)
         if self._automaton is not None:
-            self._automaton.extend(number, ids)
-            self._automaton.advance(self._seen[-TAIL:])
+            self._grow(self._automaton, number, ids)
 
     def propose(self, response: array[int], limit: int, width: int = 1) -> Draft | None:
         """At most `limit` ids that may follow the response so far (int32); the same ones when it is asked again.
@@ -101,12 +101,12 @@ class Drafter:
             self._look_around()
         text = self._texts[self._text]
         opening = self._repeats and not response
-        room = min(limit, len(text.ids) - self._place, limit if opening else REACH * self._faith)
-        if room <= 0:
+        ids = self._following(limit if opening else min(limit, REACH * self._faith))
+        if not ids:
             return None
         silence = len(response) - self._drafted
-        length = self._acceptance.length(text.source, room, opening=opening, silence=silence, width=width)
-        return Draft(text.ids[self._place : self._place + length], text.source) if length else None
+        length = self._acceptance.length(text.source, len(ids), opening=opening, silence=silence, width=width)
+        return Draft(ids[:length], text.source) if length else None
 
     def record(self, draft: Draft, accepted: int) -> None:
         """Learn that the first `accepted` ids of a draft, or of the head of it that there was room for, were drawn."""
@@ -114,7 +114,7 @@ class Drafter:
         self._drafted = len(self._seen) + accepted + 1
 
     def _restart(self) -> None:
-        self._seen = array("i")
+        self._seen = self._texts[self._own].ids = array("i")
         self._text = self._place = 0
         self._faith = START if self._repeats else 0
         self._strayed = not self._repeats
@@ -136,17 +136,28 @@ class Drafter:
                 self._faith = min(self._faith, FAITH) // 2
                 self._strayed = True
             self._place += 1
-        self._seen.extend(new)
-        if self._automaton is not None:
-            self._automaton.advance(new)
+            self._seen.append(token)
+        if self._automaton is not None and new:
+            self._grow(self._automaton, self._own, new)
+
+    def _following(self, most: int) -> array[int]:
+        """At most so many ids from the place on; behind the end of the response the same again."""
+        ids = self._texts[self._text].ids[self._place : self._place + most]
+        if self._text == self._own and ids:
+            ids *= -(-most // len(ids))
+        return ids[:most]
+
+    def _grow(self, automaton: SuffixAutomaton, number: int, ids: array[int]) -> None:
+        """Let the automaton know how a text goes on."""
+        automaton.extend(number, ids)
+        automaton.advance(self._seen[-TAIL:])
 
     def _look_around(self) -> None:
         """Go to where the longest end of the response stands, if that says more than the faith in the present place."""
         if self._automaton is None:
             self._automaton = SuffixAutomaton()
             for text in self._texts:
-                self._automaton.extend(self._automaton.add(), text.ids)
-            self._automaton.advance(self._seen)
+                self._grow(self._automaton, self._automaton.add(), text.ids)
         length, number, place = self._automaton.match()
         if self._place >= len(self._texts[self._text].ids):
             self._faith = 0

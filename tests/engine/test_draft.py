@@ -118,6 +118,15 @@ def test_goes_where_something_follows():
     assert drafter.propose(memory + text(3, "new") + line, LIMIT).ids[:10] == text(30, 1)[:10]
 
 
+@pytest.mark.parametrize("period", [1, 7, 40])
+@pytest.mark.parametrize("prompt", [segments(MEMORY, CHUNK), list(CHUNK)])
+def test_a_response_that_goes_round_in_circles_repeats_itself(period, prompt):
+    response = text(10, "start") + text(period, "circle") * (200 // period)
+    played = Played(Drafter.for_prompt(prompt), response)
+    assert sum(accepted for source, _, accepted in played.drafts if source == "response") >= 190 - 2 * period
+    assert played.steps <= 10 + period + 12
+
+
 @pytest.mark.parametrize("as_segments", [False, True])
 def test_a_prompt_of_another_kind_is_quoted(as_segments):
     prompt = [Segment("memory", MEMORY), Segment("tail", CHUNK)] if as_segments else list(MEMORY + CHUNK)
@@ -140,8 +149,12 @@ def test_is_right_again_after_any_response(data):
         assert draft == drafter.propose(response, limit)
         if draft is not None:
             assert 0 < len(draft.ids) <= limit
-            source = {"memory": memory, "chunk": chunk}[draft.source].tobytes()
-            assert draft.ids.tobytes() in source
+            goes_on = response + draft.ids
+            if draft.source == "response":  # in circles
+                periods = range(1, len(response) + 1)
+                assert any(goes_on[len(response) - n : len(goes_on) - n] == draft.ids for n in periods)
+            else:
+                assert draft.ids.tobytes() in {"memory": memory, "chunk": chunk}[draft.source].tobytes()
     assert drafter.propose(array("i"), 9) == Drafter.for_prompt(segments(memory, chunk)).propose(array("i"), 9)
 
 
