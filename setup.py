@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,7 +20,8 @@ class CMakeBuild(build_ext):
         import pybind11
 
         out = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        work = Path(self.build_temp).resolve() / ext.name
+        # Not build_temp, which pip makes anew for each install: what is built already is not built again.
+        work = ROOT / "build" / f"cmake-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         work.mkdir(parents=True, exist_ok=True)
         configure = [
             *("cmake", "-S", str(ROOT), "-B", str(work), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"),
