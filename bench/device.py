@@ -70,7 +70,8 @@ class DeviceProbe:
         self._device = device
         on_gpu = device.type == "cuda"
         side, size = (SIDE, READ_BYTES) if on_gpu else (TINY_SIDE, TINY_BYTES)
-        self._matrix = torch.ones(side, side, dtype=torch.bfloat16, device=device)
+        # Random: a GPU multiplies matrices of equal numbers faster than any that a model has, since fewer bits change.
+        self._matrix = torch.randn(side, side, device=device).to(torch.bfloat16)
         self._memory = torch.ones(size // 4, dtype=torch.float32, device=device)
         self._target = torch.empty_like(self._memory)
         self.isa = "no GPU: times mean nothing"

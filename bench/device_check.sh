@@ -8,8 +8,8 @@
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-SECTIONS="build tests kernels model decode prefill chunk_latency loss decode_batches chunk_latency_wrong"
-device=cuda tiny="" only=""
+sections="build tests kernels model decode prefill chunk_latency loss"
+device=cuda tiny="" only=all
 while [ $# -gt 0 ]; do
   case $1 in
     --device) device=${2:-}; shift ;;
@@ -23,10 +23,14 @@ case $device$tiny in
   cuda | cuda--tiny | cpu--tiny) ;;
   *) echo "device_check: --device is cuda or cpu, and cpu goes with --tiny" >&2; exit 2 ;;
 esac
-for name in ${only//,/ }; do
-  case " $SECTIONS " in
+[ -n "$tiny" ] || sections+=" decode_batches chunk_latency_wrong"
+wanted=${only//,/ }
+[ "$only" = all ] && wanted=$sections
+[ -n "${wanted// /}" ] || wanted=nothing
+for name in $wanted; do
+  case " $sections " in
     *" $name "*) ;;
-    *) echo "device_check: --only $name: there are $SECTIONS" >&2; exit 2 ;;
+    *) echo "device_check: --only $name: there are $sections" >&2; exit 2 ;;
   esac
 done
 
@@ -34,8 +38,13 @@ python=${PYTHON:-python3}
 logs=$PWD/build/device_check
 site=$logs/site
 mkdir -p "$logs"
-if compgen -G ".whl/*.whl" >/dev/null && [ ! -d "$site" ]; then
-  "$python" -m pip install -q --no-index --no-deps --target "$site" .whl/*.whl || rm -rf "$site"
+holds=$("$python" -V 2>&1; compgen -G ".whl/*.whl")
+if [ "$holds" != "$(cat "$site.holds" 2>/dev/null)" ]; then
+  rm -rf "$site" "$site.holds"
+  if ! compgen -G ".whl/*.whl" >/dev/null ||
+    "$python" -m pip install -q --no-index --no-deps --target "$site" .whl/*.whl; then
+    echo "$holds" >"$site.holds"
+  fi
 fi
 export PYTHONPATH="$PWD/.typing:$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"
 
@@ -57,8 +66,9 @@ if have("triton") and have("numpy"):
     version = lambda module: tuple(int(part) for part in module.__version__.split(".")[:2])
     if version(triton) < (3, 7) and version(numpy) >= (2, 4):
         print(f"need numpy < 2.4 for Triton {triton.__version__}, this is {numpy.__version__}")
-if have("pybind11") is None:
-    print("without the Python package pybind11: nothing is built")
+for name in ("pybind11", "setuptools"):
+    if have(name) is None:
+        print(f"without the Python package {name}: nothing is built")
 for tool in ("cmake", "ninja", "c++"):
     if shutil.which(tool) is None:
         print(f"without {tool}: nothing is built")
@@ -90,7 +100,7 @@ summary="" failed=0
 run() {
   local name=$1 limit=$2 start=$SECONDS code left=$((total - SECONDS))
   shift 2
-  case ",${only:-$name}," in *",$name,"*) ;; *) return ;; esac
+  case " $wanted " in *" $name "*) ;; *) return ;; esac
   [ "$device" = cpu ] && limit=$total
   [ $limit -gt $left ] && limit=$left
   echo "== $name"

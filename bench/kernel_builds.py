@@ -61,8 +61,10 @@ def _least(kind: str) -> int:
 
 
 def _attention(shape: Shape) -> Iterator[Build]:
+    import torch
+
     from ..triton_kernels import attention, attention_backward
-    from ..triton_kernels.tuning import attention_blocks, next_power_of_2
+    from ..triton_kernels.tuning import attention_blocks, backward_stages, next_power_of_2
 
     tables = "query_start kv_length tables rows skipped"
     integers = "spans heads kv_heads table_stride tiles"
@@ -72,15 +74,20 @@ def _attention(shape: Shape) -> Iterator[Build]:
         "DIM": shape.head_dim,
         "BLOCK_D": next_power_of_2(shape.head_dim),
     }
-    for name, small, partial in (("decode", True, True), ("group", False, True), ("prefill", False, False)):
-        blocks = attention_blocks(shape.head_dim, shape.group, small=small)
-        for pages in ("bf16", "fp8e4nv"):
+    for name, small, partial in (
+        ("decode", True, True),
+        ("decode exact", False, True),
+        ("group", False, True),
+        ("prefill", False, False),
+    ):
+        for pages, dtype in (("bf16", torch.bfloat16), ("fp8e4nv", torch.float8_e4m3fn)):
+            blocks = attention_blocks(shape.head_dim, shape.group, dtype, small=small)
             types = _types(
                 {"query out log_sums peaks totals partials": "fp32", "key_pages value_pages": pages, tables: "i32"},
                 integers, "scale",
             )  # fmt: skip
             constants = sizes | {
-                "BLOCK_M": blocks.m, "BLOCK_N": attention.BLOCK_N, "TILE": attention.TILE, "CAUSAL": name != "group",
+                "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILE": attention.TILE, "CAUSAL": name != "group",
                 "PARTIAL": partial, "HALF": True, "SAVES": not partial,
             }  # fmt: skip
             label = f"attention {name} {pages}"
@@ -92,6 +99,7 @@ def _attention(shape: Shape) -> Iterator[Build]:
     constants = {"DIM": shape.head_dim, "BLOCK_D": sizes["BLOCK_D"], "TILE": attention.TILE}
     yield Build("attention merge", attention.merge_kernel, types, constants, 4, 3)
     block_m = max(attention_backward.BLOCK_M, next_power_of_2(shape.group))
+    stages = backward_stages(shape.head_dim)
     constants = sizes | {
         "BLOCK_M": block_m, "BLOCK_N": attention_backward.BLOCK_N, "HALF": True, "LOG2E": attention.LOG2E
     }  # fmt: skip
@@ -102,18 +110,18 @@ def _attention(shape: Shape) -> Iterator[Build]:
         ("context", attention_backward.context_gradient_kernel, {"grad_key grad_value": "fp32", "kv_start": "i32"}),
     ):
         types = _types(read | extra, integers, "scale")
-        yield Build(f"attention backward {name}", kernel, types, constants, attention_backward.WARPS, 3)
+        yield Build(f"attention backward {name}", kernel, types, constants, attention_backward.WARPS, stages)
 
 
 def _linear(shape: Shape) -> Iterator[Build]:
     import torch
 
     from ..triton_kernels.linear import linear_kernel
-    from ..triton_kernels.tuning import linear_blocks
+    from ..triton_kernels.tuning import SHARED_BYTES, linear_blocks
 
-    for rows in (1, 64, 4096):
+    for rows, exact in ((1, False), (1, True), (64, False), (4096, False)):
         for kind, dtype in (("bf16", torch.bfloat16), ("i8", torch.int8), ("fp8e4nv", torch.float8_e4m3fn)):
-            blocks = linear_blocks(rows, dtype)
+            blocks = linear_blocks(rows, dtype, exact=exact, shared=min(SHARED_BYTES.values()))
             types = _types(
                 {"x scales out": "fp32", "weight": kind, "bias": "bf16"}, "rows", aligned="outputs inputs x_stride"
             )  # fmt: skip
@@ -122,13 +130,13 @@ def _linear(shape: Shape) -> Iterator[Build]:
                 "SCALED": kind != "bf16", "BIASED": True, "HALF": True,
             }  # fmt: skip
             yield Build(
-                f"linear {kind} {rows} rows", linear_kernel, types, constants, blocks.warps, blocks.stages,
-                tensor=rows > 16, least=_least(kind),
+                f"linear {kind} {rows} rows{' exact' if exact else ''}", linear_kernel, types, constants, blocks.warps,
+                blocks.stages, tensor=exact or rows > 16, least=_least(kind),
             )  # fmt: skip
 
 
 def _elementwise(shape: Shape) -> Iterator[Build]:
-    from ..triton_kernels import activation, norm, rotary
+    from ..triton_kernels import activation, kv_write, norm, rotary
     from ..triton_kernels.tuning import next_power_of_2, row_warps
 
     width, half = next_power_of_2(shape.hidden), shape.head_dim // 2
@@ -146,14 +154,25 @@ def _elementwise(shape: Shape) -> Iterator[Build]:
     types = _types({"x cos sin out": "fp32", "positions": "i64"}, "heads", aligned="token_stride")
     constants = {"HALF": half, "BLOCK": next_power_of_2(half)}
     yield Build("rotate", rotary.rotate_kernel, types, constants, 4, 3)
+    types = _types(
+        {"key value": "fp32", "key_pages value_pages": "bf16", "slots": "i64"}, "kv_heads",
+        aligned="key_stride value_stride",
+    )  # fmt: skip
+    constants = {"PAGE": PAGE, "DIM": shape.head_dim, "BLOCK": next_power_of_2(shape.head_dim), "HALF": True}
+    yield Build("write KV", kv_write.write_kernel, types, constants, 4, 3)
 
 
 def _vocabulary() -> Iterator[Build]:
     from ..triton_kernels import sampling, token_scores, vocabulary
 
     constants: dict[str, Any] = {"TILE": sampling.TILE}
-    types = _types({"logits": "fp32", "top_p": "fp64", "top_k cuts lasts": "i64"}, "vocabulary")
-    yield Build("draw, filters", sampling.cut_kernel, types, constants, sampling.WARPS, 3, fused=False)
+    common = {"logits": "fp32", "cuts lasts": "i64"}
+    types = _types(common | {"top_k": "i64"}, "vocabulary")
+    yield Build("draw, top-k", sampling.top_k_kernel, types, constants, sampling.WARPS, 3, fused=False)
+    types = _types(common | {"peaks": "fp32", "top_p": "fp64", "masses": "i64"}, "vocabulary")
+    yield Build("draw, masses", sampling.mass_kernel, types, constants, sampling.WARPS, 3, fused=False)
+    types = _types(common | {"top_p": "fp64", "masses": "i64"}, "vocabulary")
+    yield Build("draw, top-p", sampling.top_p_kernel, types, constants, sampling.WARPS, 3, fused=False)
     types = _types(
         {"logits peaks": "fp32", "depths best": "fp64", "cuts lasts noisy keys best_id": "i64"}, "vocabulary tiles"
     )

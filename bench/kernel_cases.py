@@ -19,6 +19,7 @@ from ..triton_kernels import (
     activation,
     attention,
     attention_backward,
+    kv_write,
     linear,
     norm,
     rotary,
@@ -27,7 +28,15 @@ from ..triton_kernels import (
     vocabulary,
 )
 from .costs import Cost
-from .kernel_costs import Heads, attention_backward_cost, attention_cost, group_cost, moved, product_cost
+from .kernel_costs import (
+    Heads,
+    attention_backward_cost,
+    attention_cost,
+    group_cost,
+    kv_write_cost,
+    moved,
+    product_cost,
+)
 
 __all__ = ["SIZES", "Case", "Sizes", "cases"]
 
@@ -99,10 +108,11 @@ def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             return F.linear(narrow, weight)
 
         cost = product_cost(rows, inputs, outputs, HALF.itemsize)
-        yield Case("linear", rows, 0, lambda x=x: linear.linear(x, weight, None), theirs, cost)  # type: ignore[misc]
+        for name, exact in (("linear", False), ("linear exact", True)):
+            run = partial(linear.linear, x, weight, None, exact=exact)
+            yield Case(name, rows, 0, run, theirs, cost)
         if by_cuda and cuda.fits_gemv(x, weight):
-            run = lambda x=x: cuda.gemv(x, weight, None, None)  # noqa: E731
-            yield Case("gemv", rows, 0, run, theirs, cost, engine="cuda")
+            yield Case("gemv", rows, 0, partial(cuda.gemv, x, weight, None, None), theirs, cost, engine="cuda")
     scales = torch.rand(outputs, device=device)
     for name, dtype in (("int8", torch.int8), *((("fp8", torch.float8_e4m3fn),) if _has_float8(device) else ())):
         codes = torch.randint(-127, 128, weight.shape, device=device).to(dtype)
@@ -140,14 +150,14 @@ class _Pages:
             exact=exact, log_sums=log_sums,
         )  # fmt: skip
 
-    def of_group(self) -> Tensor:
-        """All sequences begin with the pages of the first, but for its last tile."""
+    def of_group(self) -> Callable[[], Tensor]:
+        """Sequences that begin with the pages of the first, all but its last tile; a step finds that for all layers."""
         own = -(-attention.TILE // PAGE)
         tables = self.tables.clone()
         tables[1:, : max(tables.shape[1] - own, 0)] = tables[0, : max(tables.shape[1] - own, 0)]
         arrays = self.starts, self.lengths, tables
         shared = attention.SharedPrefix.find(len(self.query), *arrays, PAGE)
-        return attention.paged_attention(
+        return lambda: attention.paged_attention(
             self.query, self.key, self.value, *arrays, self.scale, few_rows=True, shared=shared
         )  # fmt: skip
 
@@ -205,7 +215,7 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         if batch > 1:
             own = min(context, attention.TILE)
             cost = group_cost(batch, context, context - own, heads, HALF.itemsize)
-            yield Case("attention group", batch, context, step.of_group, step.torch, cost)
+            yield Case("attention group", batch, context, step.of_group(), step.torch, cost)
         if _has_float8(device):
             step.in_float8()
             cost = attention_cost([(1, context)] * batch, heads, 1)
@@ -256,6 +266,11 @@ def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     yield Case(
         "rotate", rows, 0, lambda: rotary.rotate(turned, positions, cos, sin), None, moved(turned.numel(), 2), "float32"
     )
+    key, value = torch.randn(2, rows, heads.kv, heads.dim, device=device)
+    shape = (-(-rows // PAGE), heads.kv, PAGE, heads.dim)
+    pages = [torch.empty(shape, device=device, dtype=HALF) for _ in range(2)]
+    run = lambda: kv_write.write_kv(key, value, *pages, positions)  # noqa: E731
+    yield Case("write KV", rows, 0, run, None, kv_write_cost(rows, heads, HALF.itemsize))
 
 
 def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:

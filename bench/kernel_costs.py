@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from .costs import Cost
 
-__all__ = ["Heads", "attention_backward_cost", "attention_cost", "group_cost", "moved", "product_cost"]
+__all__ = [
+    "Heads",
+    "attention_backward_cost",
+    "attention_cost",
+    "group_cost",
+    "kv_write_cost",
+    "moved",
+    "product_cost",
+]
 
 FLOAT = 4  # bytes
 
@@ -54,6 +62,11 @@ def product_cost(rows: int, inputs: int, outputs: int, weight_bytes: int) -> Cos
     return Cost(
         2.0 * rows * inputs * outputs, float(inputs * outputs * weight_bytes + rows * (inputs + outputs) * FLOAT)
     )
+
+
+def kv_write_cost(rows: int, heads: Heads, kv_bytes: int) -> Cost:
+    """Keys and values read as float32 and written as elements of `kv_bytes`."""
+    return Cost(0.0, float(2 * rows * heads.kv * heads.dim * (FLOAT + kv_bytes)))
 
 
 def moved(elements: int, times: int) -> Cost:

@@ -38,7 +38,8 @@ EXIT_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; -> exit code: 1 when a compiled kernel spills registers or lacks the matrix instructions."""
+    """Print the table; -> exit code: 1 when a compiled kernel spills registers, lacks the matrix instructions, or takes
+    more shared memory than there is."""
     options = _parser().parse_args(argv)
     try:
         return _compile(options) if options.compile_only else _measure(options)
@@ -54,15 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--compile-only", action="store_true", help="compile, and run nothing")
     add("--quick", action="store_true", help="with --compile-only: the first model only")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="where the kernels run (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), help="where the kernels run (cuda)")
     add("--tiny", action="store_true", help="tiny shapes; the only ones for --device cpu")
-    add("--rounds", type=int, metavar="N", default=ROUNDS, help="of which medians are taken (%(default)s)")
+    add("--rounds", type=int, metavar="N", help=f"of which medians are taken ({ROUNDS})")
     return parser
 
 
 def _compile(options: argparse.Namespace) -> int:
+    from ..triton_kernels.tuning import SHARED_BYTES
     from .compile_ahead import compile_ahead
 
+    if options.device is not None or options.tiny or options.rounds is not None:
+        raise ConfigError("--compile-only runs nothing: leave out --device, --tiny and --rounds")
     if _interpreted():
         raise ConfigError("the interpreter compiles nothing; unset TRITON_INTERPRET")
     rows, missed = [], []
@@ -80,7 +84,8 @@ def _compile(options: argparse.Namespace) -> int:
                     "spill_bytes": compiled.spill_bytes, "wgmma": wgmma,
                 }  # fmt: skip
                 rows.append(row)
-                if compiled.spill_bytes or (build.tensor and capability >= 90 and not wgmma):
+                lacks_wgmma = build.tensor and capability >= 90 and not wgmma
+                if compiled.spill_bytes or lacks_wgmma or compiled.shared_bytes > SHARED_BYTES[divmod(capability, 10)]:
                     missed.append(row)
     _print_builds(rows)
     print(json.dumps({"bench": "kernels", "rows": rows, "missed": missed}), flush=True)
@@ -94,20 +99,23 @@ def _interpreted() -> bool:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    if options.quick or options.rounds < 1:
-        raise ConfigError("--quick goes with --compile-only, and --rounds takes a whole number of at least 1")
+    if options.quick:
+        raise ConfigError("--quick goes with --compile-only; for little shapes say --tiny")
+    rounds = ROUNDS if options.rounds is None else options.rounds
+    if rounds < 1:
+        raise ConfigError(f"--rounds takes a whole number of at least 1, not {rounds}")
     if options.device == "cpu":
         if not options.tiny:
             raise ConfigError("--device cpu runs kernels under Triton's interpreter, which takes --tiny shapes only")
         os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-    device = device_of(options.device)
+    device = device_of(options.device or "cuda")
     if _interpreted() != (device.type == "cpu"):
         raise ConfigError("--device cpu and the interpreter (TRITON_INTERPRET=1) go together, and not with a GPU")
     from .kernel_cases import SIZES, cases
 
     probe, rows = DeviceProbe(device), []
     for case in cases(SIZES["tiny" if options.tiny else "full"], device):
-        rows.append(_line(case, alternate(_entries(case, device), options.rounds, probe)))
+        rows.append(_line(case, alternate(_entries(case, device), rounds, probe)))
     _print_times(rows, probe)
     machine = describe_machine(probe.isa, probe.best)
     print(json.dumps({"bench": "kernels", "machine": machine, "rows": rows, "targets": []}), flush=True)

@@ -23,7 +23,7 @@ V = TypeVar("V")
 DTYPES = {"float32": 32, "bfloat16": 16, "float64": 64}  # their bits
 KV_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "cpu", "triton", "reference")
-ATTENTION = ("auto", "triton", "cuda", "flashinfer")
+ATTENTION = ("auto", "triton", "cuda", "flashinfer", "reference")
 QUANTISED = ("int8", "int8-g128", "int8-g64", "int8-g32", "int4", "int4-g128", "int4-g64", "int4-g32")
 WEIGHTS = ("native", *QUANTISED, "fp8", "file")
 MEMORY_KV = ("exact", "carried")
@@ -110,11 +110,12 @@ class EngineConfig:
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
     "triton" those of an NVIDIA GPU, or an error.
     attention: on a GPU, the kernels of attention: "triton", "cuda" (C++ for single rows, which must be built),
-    "flashinfer" (the package, with bfloat16 KV, for inference), or "auto", "cuda" where it can run and else "triton".
+    "flashinfer" (the package, with bfloat16 KV, for inference), "reference" (plain torch, slow, for inference: to tell
+    whether a kernel is at fault), or "auto", "cuda" where it can run and else "triton".
     exact: on a GPU, only kernels in which a row's bits do not depend on what else is computed at the same time, so that
     drafts, batches and cut prompts change nothing. The CPU kernels are always so.
     graphs: on a GPU, replay small steps as CUDA graphs, which are recorded when the engine is made: the same results
-    where kernels are exact, sooner. Not with FlashInfer, adapters or several ranks.
+    where kernels are exact, sooner. Not with FlashInfer, plain torch's attention, adapters or several ranks.
     page_size: token slots per page.
     kv_bytes: size of the KV pool in bytes; None sizes it by kv_share.
     kv_share: share of the memory that is free after loading; never more than max_sequences full windows.

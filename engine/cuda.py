@@ -1,6 +1,6 @@
 """The CUDA kernels of the extension: what they take, their checks and their calls. `triton_ops` chooses among them.
 
-They are there when the extension was built with nvcc; they run on GPUs of compute capability 8.0 and up.
+They are there when the extension was built with nvcc, for GPUs of compute capability 8.x and 9.x (CMakeLists.txt).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "unavailable",
 ]
 
+MAJORS = (8, 9)  # of compute capability: machine code runs on no other
 GEMV_ROWS = 8
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 16
@@ -40,7 +41,9 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available() or not _C.cuda_device_count():
         return "there is no GPU, or its driver is too old for this build"
     major, minor = torch.cuda.get_device_capability()
-    return None if major >= 8 else f"this GPU has compute capability {major}.{minor}, and the kernels need 8.0"
+    if major not in MAJORS:
+        return f"this GPU has compute capability {major}.{minor}, and the kernels are built for 8.x and 9.x"
+    return None
 
 
 def fits_gemv(x: Tensor, weight: Tensor) -> bool:

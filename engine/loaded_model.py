@@ -109,7 +109,8 @@ def _kv_dtype(config: EngineConfig) -> torch.dtype:
 
 def _graph_plan(config: EngineConfig, model: Decoder, window: int) -> GraphPlan | None:
     """The graphs of an engine; None where there are none."""
-    alone = model.parallel is None and config.attention != "flashinfer"  # what those do in a step cannot be recorded
+    # What several ranks do in a step, FlashInfer, and plain torch's attention cannot be recorded.
+    alone = model.parallel is None and config.attention not in ("flashinfer", "reference")
     if not config.graphs or model.ops.device.type != "cuda" or not alone:
         return None
     return GraphPlan.within(GpuRecorder, config.max_step_tokens, config.max_sequences, window)

@@ -6,7 +6,7 @@ A backend has functions of these names: `reference` (plain torch, the specificat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from .draw import Draw, Drawn
 from .errors import ConfigError
 from .packed_weight import PackedWeight
 
-__all__ = ["Ops", "Spans", "require_kinds", "select"]
+__all__ = ["Attend", "Ops", "Spans", "on_gpu", "require_kinds", "select"]
 
 GPU_WEIGHTS = ("native", "int8", "fp8")
 FLOAT8_CAPABILITY = (8, 9)
@@ -39,6 +39,10 @@ class Spans:
     query_start: Tensor
     kv_length: Tensor
     pages: Tensor
+
+
+# The attending half of Ops.attend: query, key pages, value pages, spans, scale.
+Attend = Callable[[Tensor, Tensor, Tensor, Spans, float], Tensor]
 
 
 class Ops(Protocol):
@@ -126,8 +130,8 @@ def require_kinds(backend: str, weights: str, kv_dtype: str | None) -> None:
 
     Raises ConfigError.
     """
-    on_gpu = _on_gpu(backend)
-    if on_gpu and weights not in GPU_WEIGHTS:
+    gpu = on_gpu(backend)
+    if gpu and weights not in GPU_WEIGHTS:
         raise ConfigError(
             f"backend='triton' does not run weights={weights!r}; use {', '.join(map(repr, GPU_WEIGHTS))}, or "
             "backend='cpu'"
@@ -136,7 +140,7 @@ def require_kinds(backend: str, weights: str, kv_dtype: str | None) -> None:
         if value != "fp8" or backend == "reference":
             continue
         instead = f"{name}={INSTEAD_OF_FLOAT8[name]!r}"
-        if not on_gpu:
+        if not gpu:
             raise ConfigError(f"{name}='fp8' is for NVIDIA GPUs, and this engine has none; use {instead}")
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
             raise ConfigError(
@@ -145,7 +149,8 @@ def require_kinds(backend: str, weights: str, kv_dtype: str | None) -> None:
             )
 
 
-def _on_gpu(backend: str) -> bool:
+def on_gpu(backend: str) -> bool:
+    """Whether an engine with this EngineConfig.backend runs on a GPU."""
     return backend == "triton" or (backend == "auto" and torch.cuda.is_available())
 
 
@@ -162,7 +167,7 @@ def select(
     or exactness that the backend does not have.
     """
     cpu_only = torch.device("cpu")
-    if _on_gpu(backend):
+    if on_gpu(backend):
         return _triton(parameters, pages, head_dim, attention, exact)
     if attention != "auto":
         raise ConfigError(
@@ -198,15 +203,19 @@ def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, attentio
         if dtype not in known:
             names = ", ".join(str(one).removeprefix("torch.") for one in known)
             raise ConfigError(f"backend='triton' takes {what} of {names}, not {dtype}; choose one of them")
-    flash = None
-    if attention == "flashinfer":
+    attend = None
+    if attention in ("flashinfer", "reference"):
         if exact:
             raise ConfigError(
-                "attention='flashinfer' gives a row other bits in other company, which exact=True rules out; use "
+                f"attention={attention!r} gives a row other bits in other company, which exact=True rules out; use "
                 "attention='triton', or exact=False"
             )
-        from .flashinfer import FlashInfer
-
-        flash = FlashInfer(pages, head_dim, device)
-    functions = Differentiable(triton_ops.TritonKernels(attention, exact=exact, flash=flash), triton_backward)
+        attend = reference.paged_attention if attention == "reference" else _flashinfer(pages, head_dim, device)
+    functions = Differentiable(triton_ops.TritonKernels(attention, exact=exact, attend=attend), triton_backward)
     return _Selected("triton", functions, triton_backward, device, exact=exact)  # type: ignore[return-value]
+
+
+def _flashinfer(pages: torch.dtype, head_dim: int, device: torch.device) -> Attend:
+    from .flashinfer import FlashInfer
+
+    return FlashInfer(pages, head_dim, device)

@@ -36,7 +36,8 @@ class ScaledWeight:
     @classmethod
     def float8(cls, weight: Tensor) -> ScaledWeight:
         """Round [out, in] to float8_e4m3fn. Raises CheckpointError for weights that are not finite."""
-        scales = weight.float().abs().amax(dim=1) / torch.finfo(torch.float8_e4m3fn).max
+        largest = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).float()
+        scales = largest / torch.finfo(torch.float8_e4m3fn).max
         if not scales.isfinite().all():
             raise CheckpointError("a weight is not finite; load the model with native weights")
         codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..triton_kernels import activation, attention, norm, rotary, sampling, vocabulary
+from ..triton_kernels import activation, attention, kv_write, norm, rotary, sampling, vocabulary
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
-from . import cuda, reference
+from . import cuda, kv_rows, reference
 from .draw import drawn
 from .draw_table import DrawTable
 from .errors import ConfigError
@@ -23,8 +23,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from ..triton_kernels.attention import SharedPrefix
     from .draw import Draw, Drawn
-    from .flashinfer import FlashInfer
-    from .ops import Spans
+    from .ops import Attend, Spans
     from .packed_weight import PackedWeight
 
 __all__ = ["TritonKernels", "device"]
@@ -69,12 +68,10 @@ class TritonKernels:
     exact: only kernels in which a row's bits depend on nothing but the row, whatever else is in its step.
     """
 
-    def __init__(
-        self, attention_kernels: str = "auto", *, exact: bool = False, flash: FlashInfer | None = None
-    ) -> None:
+    def __init__(self, attention_kernels: str = "auto", *, exact: bool = False, attend: Attend | None = None) -> None:
         """attention_kernels: "triton", "cuda" (csrc/cuda for single rows, Triton for the rest), or "auto".
 
-        flash: attends in place of these where no gradient is wanted.
+        attend: does it in place of these where no gradient is wanted.
         Raises ConfigError when "cuda" cannot run here, or contradicts `exact`.
         """
         reason = "Triton's interpreter keeps all on the CPU" if INTERPRETED.value else cuda.unavailable()
@@ -86,7 +83,7 @@ class TritonKernels:
                 "attention='triton', or exact=False"
             )
         self.exact = exact
-        self._flash = flash
+        self._attend = attend
         self._few_rows_by_cuda = reason is None and not exact
         self._decode_by_cuda = self._few_rows_by_cuda and attention_kernels != "triton"
         self._found: tuple[Spans, bool, SharedPrefix | None] | None = None
@@ -97,7 +94,7 @@ class TritonKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._few_rows_by_cuda and cuda.fits_gemv(x, weight):
             return cuda.gemv(x, weight, None, bias)
-        return products.linear(x, weight, bias)
+        return products.linear(x, weight, bias, exact=self.exact)
 
     def quantised_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """Not there: ops.require_kinds refuses such weights, and quant.py gives others their form for a GPU."""
@@ -107,7 +104,7 @@ class TritonKernels:
         """See ops.Ops.scaled_linear."""
         if self._few_rows_by_cuda and cuda.fits_gemv(x, codes):
             return cuda.gemv(x, codes, scales, bias)
-        return products.scaled_linear(x, codes, scales, bias)
+        return products.scaled_linear(x, codes, scales, bias, exact=self.exact)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -116,7 +113,10 @@ class TritonKernels:
         return rotary.rotate(x, positions, cos, sin)
 
     def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-        reference.write_kv(key, value, key_pages, value_pages, slots)
+        if key_pages.dtype in kv_rows.ROUNDED:
+            reference.write_kv(key, value, key_pages, value_pages, slots)
+        else:
+            kv_write.write_kv(key, value, key_pages, value_pages, slots)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
@@ -124,8 +124,8 @@ class TritonKernels:
     ) -> Tensor:  # fmt: skip
         """See ops.Ops.attend."""
         self.write_kv(key, value, key_pages, value_pages, slots)
-        if self._flash is not None:
-            return self._flash(query, key_pages, value_pages, spans, scale)
+        if self._attend is not None:
+            return self._attend(query, key_pages, value_pages, spans, scale)
         few_rows = len(query) < FEW_ROWS * len(spans.kv_length)
         shared = self._shared_by(spans, len(query), key_pages.shape[2]) if few_rows else None
         by_cuda = self._decode_by_cuda and cuda.fits_decode(query, key_pages, len(spans.kv_length))

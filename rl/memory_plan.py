@@ -14,6 +14,7 @@ from ..engine.config import EngineConfig
 from ..engine.errors import ConfigError
 from ..engine.memory import available_bytes
 from ..engine.model_config import ModelConfig, parameter_shapes
+from ..engine.ops import on_gpu
 from ..engine.runner import page_bytes
 from .fused_loss import ROWS
 from .trainer_config import TrainerConfig
@@ -58,7 +59,9 @@ def plan_memory(
     bytes of the engine's CUDA graphs.
     Raises ConfigError with all numbers when it does not fit, or leaves the pool no window.
     """
-    available = int(SLACK * available_bytes(torch.device("cpu"))) if available is None else available
+    if available is None:
+        device = torch.device("cuda" if on_gpu(engine.backend) and torch.cuda.is_available() else "cpu")
+        available = int(SLACK * available_bytes(device))
     parts = _parts(model, engine, config, adapters, ranks)
     if graphs:
         parts["CUDA graphs"] = graphs

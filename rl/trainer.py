@@ -25,7 +25,7 @@ from ..engine import lora
 from ..engine.config import DTYPES
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError, RankError, RequestError
-from ..engine.memory import available_bytes
+from ..engine.memory import available_bytes, explained
 from ..engine.runner import page_bytes
 from .group_loss import GroupLoss, OldLogprobs
 from .memory_plan import MemoryPlan, plan_memory
@@ -39,6 +39,8 @@ from .trajectory import Group, require_policy
 __all__ = ["Trainer"]
 
 T = TypeVar("T")
+
+ROOM = "lower TrainerConfig.train_tokens, or EngineConfig.kv_share or kv_bytes"
 
 
 class Trainer:
@@ -89,12 +91,14 @@ class Trainer:
         """Train on groups: a list, or a generator whose rollout goes on while the first mini-batch is worked on.
 
         Without groups nothing is updated; a rank that has none takes part in the updates of the others. Raises
-        ConfigError for groups that were drawn greedily, with filters or penalties, and, unless an importance correction
-        is on, RequestError for those of other weights; RankError when another rank has failed. If anything fails, the
-        parameters are as they were after the last update, a generator's rollout is ended, and so are the other ranks.
+        ConfigError for groups that were drawn greedily, with filters or penalties, and when a GPU's memory does not
+        suffice, RequestError for those of other weights, unless an importance correction is on, and RankError when
+        another rank has failed. If anything fails, the parameters are as they were after the last update, a generator's
+        rollout is ended, and so are the other ranks.
         """
         try:
-            return self._step(groups)
+            with explained("a training step", self.engine.runner.device, ROOM):
+                return self._step(groups)
         except BaseException as error:
             self._optimizer.forget()
             if isinstance(groups, Generator):
@@ -238,13 +242,16 @@ class Trainer:
 
 
 def _plan(engine: Engine, config: TrainerConfig, ranks: ProcessGroup) -> MemoryPlan:
-    """For an engine that is there: within what this process holds and its part of what is free on this machine."""
+    """For an engine that is there: within what this process holds and its part of what is free; a GPU is its own."""
     pool = engine.scheduler.pool.num_pages * page_bytes(
         engine.model.config, engine.config.page_size, engine.runner.pages[0].key.dtype
     )
     adapters = sum(p.numel() for name, p in engine.model.named_parameters() if "lora_" in name)
-    held = psutil.Process().memory_info().rss
-    free = available_bytes(engine.model.ops.device) // ranks.local_size
+    device = engine.model.ops.device
+    if device.type == "cuda":
+        held, free = torch.cuda.memory_reserved(device), available_bytes(device)
+    else:
+        held, free = psutil.Process().memory_info().rss, available_bytes(device) // ranks.local_size
     sized = dataclasses.replace(engine.config, kv_bytes=pool)
     return plan_memory(engine.model.config, sized, config, free + held, adapters, ranks.size, engine.graph_bytes)
 

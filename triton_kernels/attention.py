@@ -1,9 +1,10 @@
 """Paged causal attention over ragged spans: prefill pieces, single tokens and drafts by one kernel.
 
 Exactness. The context is cut into tiles of TILE tokens at multiples of TILE. A row has one partial result per tile
-(maximum, sum, output), made over blocks of BLOCK_N tokens, and folds them left to right by one function; a block or a
-tile that a row does not see leaves its state as it is, bit for bit. So with one size of block (`exact`) neither the
-company of a row, nor the cut of its span, nor where its pages lie changes a bit.
+(maximum, sum, output), made over blocks of BLOCK_N tokens, and folds them left to right by one function, whose fused
+multiply-adds are written out: several kernels contain it, and a compiler is free to fuse each of them in its own way. A
+block or a tile that a row does not see leaves its state as it is, bit for bit. So with one size of block (`exact`)
+neither the company of a row, nor the cut of its span, nor where its pages lie changes a bit.
 
 A program takes the heads of one key head for some tokens of one span. In a step of few rows each tile goes to a program
 of its own, which stores its partial for `merge_kernel`; with many rows one program folds all tiles. Where a group of
@@ -23,12 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .arithmetic import dot, narrow
-from .tuning import AttentionBlocks, attention_blocks
+from .tuning import attention_blocks
 
 __all__ = ["LOG2E", "TILE", "SharedPrefix", "merge_tiles", "paged_attention", "shared_partials"]
 
 TILE = 1024  # tokens of context per partial result
-BLOCK_N = 64  # tokens of context per matrix product
 LOG2E = 1.4426950408889634
 
 
@@ -38,7 +38,8 @@ def fold(peak, total, acc, tile_peak, tile_total, tile_acc):
     higher = tl.maximum(peak, tile_peak)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     old, new = tl.exp2(peak - safe), tl.exp2(tile_peak - safe)
-    return higher, total * old + tile_total * new, acc * old[:, None] + tile_acc * new[:, None]
+    acc = tl.fma(tile_acc, new[:, None], acc * old[:, None])
+    return higher, tl.fma(tile_total, new, total * old), acc
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def tile_partial(
         old = tl.exp2(peak - safe)
         v = tl.load(value_pages + rows[:, None] + at_d[None, :], mask=inside, other=0.0)
         v = narrow(v) if HALF else v.to(tl.float32)
-        total = total * old + tl.sum(weights, axis=1)
+        total = tl.fma(total, old, tl.sum(weights, axis=1))
         acc = dot(narrow(weights) if HALF else weights, v, acc * old[:, None])
         peak = higher
     return peak, total, acc
@@ -253,13 +254,12 @@ def paged_attention(
         partials = torch.empty(tokens, heads, tiles, head_dim, dtype=torch.float32, device=query.device)
     if shared is not None:
         shared_partials(query, key_pages, value_pages, shared, scale, peaks, totals, partials)
-    group = heads // key_pages.shape[1]
     _launch(
         query, key_pages, value_pages, query_start, kv_length, pages, query_start,
         torch.zeros_like(kv_length) if shared is None else shared.skipped,
         out, out if log_sums is None else log_sums, peaks, totals, partials, scale,
-        blocks=attention_blocks(head_dim, group, small=few_rows and not exact), tiles=tiles if few_rows else 1,
-        causal=True, partial=few_rows, saves=log_sums is not None,
+        small=few_rows and not exact, tiles=tiles if few_rows else 1, causal=True, partial=few_rows,
+        saves=log_sums is not None,
     )  # fmt: skip
     return merge_tiles(peaks, totals, partials, query_start, kv_length, TILE) if few_rows else out
 
@@ -269,28 +269,27 @@ def shared_partials(
     totals: Tensor, partials: Tensor,
 ) -> None:  # fmt: skip
     """Write what merge_tiles folds for the tiles that groups share; the others are left alone."""
-    heads, head_dim = query.shape[1:]
     _launch(
         query, key_pages, value_pages, shared.query_start, shared.kv_length, shared.pages, shared.rows,
         torch.zeros_like(shared.kv_length), partials, partials, peaks, totals, partials, scale,
-        blocks=attention_blocks(head_dim, heads // key_pages.shape[1], small=False), tiles=peaks.shape[2],
-        causal=False, partial=True, saves=False,
+        small=False, tiles=peaks.shape[2], causal=False, partial=True, saves=False,
     )  # fmt: skip
 
 
 def _launch(
     query: Tensor, key_pages: Tensor, value_pages: Tensor, query_start: Tensor, kv_length: Tensor, tables: Tensor,
     rows: Tensor, skipped: Tensor, out: Tensor, log_sums: Tensor, peaks: Tensor, totals: Tensor, partials: Tensor,
-    scale: float, *, blocks: AttentionBlocks, tiles: int, causal: bool, partial: bool, saves: bool,
+    scale: float, *, small: bool, tiles: int, causal: bool, partial: bool, saves: bool,
 ) -> None:  # fmt: skip
     tokens, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     group = heads // kv_heads
+    blocks = attention_blocks(head_dim, group, key_pages.dtype, small=small)
     attention_kernel[(tokens // (blocks.m // group) + len(kv_length), kv_heads, tiles)](
         query, key_pages, value_pages, query_start, kv_length, tables, rows, skipped, out, log_sums, peaks, totals,
         partials, scale * LOG2E, len(kv_length), heads, kv_heads, tables.stride(0), tiles,
         GROUP=group, PAGE=page_size, DIM=head_dim, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), BLOCK_M=blocks.m,
-        BLOCK_N=BLOCK_N, TILE=TILE, CAUSAL=causal, PARTIAL=partial, HALF=key_pages.dtype != torch.float32, SAVES=saves,
+        BLOCK_N=blocks.n, TILE=TILE, CAUSAL=causal, PARTIAL=partial, HALF=key_pages.dtype != torch.float32, SAVES=saves,
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 

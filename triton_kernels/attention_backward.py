@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .arithmetic import dot, narrow
 from .attention import LOG2E, span_of
-from .tuning import next_power_of_2
+from .tuning import backward_stages, next_power_of_2
 
 __all__ = ["paged_attention_backward"]
 
@@ -150,7 +150,7 @@ def paged_attention_backward(
     sizes = {
         "GROUP": group, "PAGE": page_size, "DIM": head_dim, "BLOCK_D": max(next_power_of_2(head_dim), 16),
         "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "HALF": key_pages.dtype != torch.float32, "LOG2E": LOG2E,
-        "num_warps": WARPS,
+        "num_warps": WARPS, "num_stages": backward_stages(head_dim),
     }  # fmt: skip
     query_gradient_kernel[(tokens // (block_m // group) + len(kv_length), kv_heads)](
         grad, query, key_pages, value_pages, log_sums, deltas, query_start, kv_length, pages, grad_query,

@@ -1,8 +1,9 @@
 """Matrix products y = x W^T (+ b) whose rows do not depend on each other's number: fixed blocks of k, in order.
 
 An output is one chain of products over rising blocks of BLOCK_K; how many rows a program takes changes which outputs
-share it, not the chain. No split over k, no atomics. W is read in the checkpoint's own [out, in] layout; weight-only
-int8 and e4m3 have a scale per row. Twins: reference.linear and reference.scaled_linear.
+share it, not the chain, and with `exact` not the instruction that multiplies. No split over k, no atomics. W is read in
+the checkpoint's own [out, in] layout; weight-only int8 and e4m3 have a scale per row. Twins: reference.linear and
+reference.scaled_linear.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arithmetic import dot, narrow
-from .tuning import linear_blocks
+from .tuning import linear_blocks, shared_bytes
 
 __all__ = ["linear", "scaled_linear"]
 
@@ -51,28 +52,29 @@ def linear_kernel(
     tl.store(target, total, mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, exact: bool = False) -> Tensor:
     """[T, in] (rows contiguous), [out, in], [out] -> float32 [T, out].
 
     With float32 weights products are float32; with bfloat16 weights x is rounded to bfloat16. Sums are float32.
+    exact: a row's bits depend on nothing but the row.
     """
-    return _launch(x, weight, None, bias)
+    return _launch(x, weight, None, bias, exact)
 
 
-def scaled_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def scaled_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, *, exact: bool = False) -> Tensor:
     """[T, in], int8 or float8_e4m3fn [out, in], float32 [out], [out] -> float32 [T, out] = x (W * scales)^T + b.
 
-    x is rounded to bfloat16, which holds every code exactly.
+    x is rounded to bfloat16, which holds every code exactly. exact: as in `linear`.
     """
-    return _launch(x, weight, scales, bias)
+    return _launch(x, weight, scales, bias, exact)
 
 
-def _launch(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, exact: bool) -> Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
     if out.numel():
-        blocks = linear_blocks(rows, weight.dtype)
+        blocks = linear_blocks(rows, weight.dtype, exact=exact, shared=shared_bytes(x.device))
         grid = (triton.cdiv(rows, blocks.m) * triton.cdiv(outputs, blocks.n),)
         linear_kernel[grid](
             x, weight, x if scales is None else scales, x if bias is None else bias, out,

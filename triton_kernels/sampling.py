@@ -1,10 +1,10 @@
 """The draw of one id per row: Gumbel noise over what top-k, top-p and min-p leave, without sorting the vocabulary.
 
 Whatever the filters keep is a head of the ranking (larger logit first, of equals the lower id), so it is known by its
-last member. That is found by fixing the bits of its logit from the highest on, each by a count, or a sum of masses,
-over the row; all sums are of whole numbers. One program cuts a row; then one per tile finds the likeliest of what is
-left. Noise and masses are computed as engine/noise.py and draw.py define them, operation by operation and without fused
-multiply-adds: the ids are the same. Twin: draw.choose.
+last member. That is found by fixing the bits of its logit from the highest on, two at a time, by counts or sums of
+masses over the row; all sums are of whole numbers. One program cuts a row; one per tile makes the masses for it, and
+finds the likeliest of what is left. Noise and masses are computed as engine/noise.py and draw.py define them, operation
+by operation and without fused multiply-adds: the ids are the same. Twin: draw.choose.
 """
 
 from __future__ import annotations
@@ -101,69 +101,80 @@ def id_of(row, vocabulary, cut, wanted, TILE: tl.constexpr):
 
 
 @triton.jit
-def cut_kernel(logits, top_k, top_p, cuts, lasts, vocabulary, TILE: tl.constexpr):
+def cut_of(row, masses, vocabulary, limit, COUNTED: tl.constexpr, TILE: tl.constexpr):
+    """The highest rank whose ids, with those of higher ones, reach `limit` in number, or in mass."""
+    cut = tl.zeros((), tl.uint32)
+    step = tl.full((), 1 << 30, tl.uint32)
+    for _ in range(16):
+        first = tl.zeros((TILE,), tl.int64)
+        second, third = first, first
+        for start in range(0, vocabulary, TILE):
+            at = start + tl.arange(0, TILE)
+            inside = at < vocabulary
+            ranks = order(tl.load(row + at, mask=inside, other=0.0))
+            weights = inside.to(tl.int64) if COUNTED else tl.load(masses + at, mask=inside, other=0)
+            first += tl.where(ranks >= cut + step, weights, 0)
+            second += tl.where(ranks >= cut + step + step, weights, 0)
+            third += tl.where(ranks >= cut + step + step + step, weights, 0)
+        reached = (tl.sum(first, axis=0).to(tl.float64) >= limit).to(tl.uint32)
+        reached += (tl.sum(second, axis=0).to(tl.float64) >= limit).to(tl.uint32)
+        reached += (tl.sum(third, axis=0).to(tl.float64) >= limit).to(tl.uint32)
+        cut += reached * step
+        step = step >> 2
+    return cut
+
+
+@triton.jit
+def top_k_kernel(logits, top_k, cuts, lasts, vocabulary, TILE: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * vocabulary
-    k, p = tl.load(top_k + number), tl.load(top_p + number)
-    highest = tl.full((), 2147483648, tl.uint32)
-    peak = tl.full((), float("-inf"), tl.float32)
-    for start in range(0, vocabulary, TILE):
-        at = start + tl.arange(0, TILE)
-        values = tl.load(row + at, mask=at < vocabulary, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(values, axis=0))
-    top = peak.to(tl.float64)
-    cut, last = tl.zeros((), tl.uint32), tl.zeros((), tl.int64) + vocabulary
+    k = tl.load(top_k + number)
     if k > 0:
-        bit = highest
-        for _ in range(32):
-            candidate = cut | bit
-            count = tl.zeros((), tl.int64)
-            for start in range(0, vocabulary, TILE):
-                at = start + tl.arange(0, TILE)
-                inside = at < vocabulary
-                ranks = order(tl.load(row + at, mask=inside, other=0.0))
-                count += tl.sum((inside & (ranks >= candidate)).to(tl.int64), axis=0)
-            cut = tl.where(count >= k, candidate, cut)
-            bit = bit >> 1
+        cut = cut_of(row, row, vocabulary, k.to(tl.float64), True, TILE)
         above = tl.zeros((), tl.int64)
         for start in range(0, vocabulary, TILE):
             at = start + tl.arange(0, TILE)
             inside = at < vocabulary
             ranks = order(tl.load(row + at, mask=inside, other=0.0))
             above += tl.sum((inside & (ranks > cut)).to(tl.int64), axis=0)
-        last = id_of(row, vocabulary, cut, k - above, TILE)
+        tl.store(cuts + number, cut.to(tl.int64))
+        tl.store(lasts + number, id_of(row, vocabulary, cut, k - above, TILE))
+
+
+@triton.jit
+def mass_kernel(logits, peaks, top_p, cuts, lasts, masses, vocabulary, TILE: tl.constexpr):
+    """The masses of a tile of a row, 0 where top-k left an id out."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(top_p + row) < 1.0:
+        at = tile * TILE + tl.arange(0, TILE)
+        inside = at < vocabulary
+        values = tl.load(logits + row * vocabulary + at, mask=inside, other=0.0)
+        kept = is_kept(order(values), at, tl.load(cuts + row).to(tl.uint32), tl.load(lasts + row))
+        below = values.to(tl.float64) - tl.load(peaks + row).to(tl.float64)
+        tl.store(masses + row * vocabulary + at, tl.where(kept, mass(below), 0), mask=inside)
+
+
+@triton.jit
+def top_p_kernel(logits, masses, top_p, cuts, lasts, vocabulary, TILE: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    row, weights = logits + number * vocabulary, masses + number * vocabulary
+    p = tl.load(top_p + number)
     if p < 1.0:
         total = tl.zeros((), tl.int64)
         for start in range(0, vocabulary, TILE):
             at = start + tl.arange(0, TILE)
-            inside = at < vocabulary
-            values = tl.load(row + at, mask=inside, other=0.0)
-            kept = inside & is_kept(order(values), at, cut, last)
-            total += tl.sum(tl.where(kept, mass(values.to(tl.float64) - top), 0), axis=0)
+            total += tl.sum(tl.load(weights + at, mask=at < vocabulary, other=0), axis=0)
         limit = p * total.to(tl.float64)
-        nucleus = tl.zeros((), tl.uint32)
-        bit = highest
-        for _ in range(32):
-            candidate = nucleus | bit
-            reached = tl.zeros((), tl.int64)
-            for start in range(0, vocabulary, TILE):
-                at = start + tl.arange(0, TILE)
-                inside = at < vocabulary
-                values = tl.load(row + at, mask=inside, other=0.0)
-                ranks = order(values)
-                kept = inside & is_kept(ranks, at, cut, last) & (ranks >= candidate)
-                reached += tl.sum(tl.where(kept, mass(values.to(tl.float64) - top), 0), axis=0)
-            nucleus = tl.where(reached.to(tl.float64) >= limit, candidate, nucleus)
-            bit = bit >> 1
+        cut = cut_of(row, weights, vocabulary, limit, False, TILE)
         above = tl.zeros((), tl.int64)
         each = tl.zeros((), tl.int64)
         for start in range(0, vocabulary, TILE):
             at = start + tl.arange(0, TILE)
             inside = at < vocabulary
-            values = tl.load(row + at, mask=inside, other=0.0)
-            ranks, masses = order(values), mass(values.to(tl.float64) - top)
-            above += tl.sum(tl.where(inside & (ranks > nucleus), masses, 0), axis=0)
-            each = tl.maximum(each, tl.max(tl.where(inside & (ranks == nucleus), masses, 0), axis=0))
+            ranks = order(tl.load(row + at, mask=inside, other=0.0))
+            some = tl.load(weights + at, mask=inside, other=0)
+            above += tl.sum(tl.where(ranks > cut, some, 0), axis=0)
+            each = tl.maximum(each, tl.max(tl.where(ranks == cut, some, 0), axis=0))
         fewest = tl.full((), 1, tl.int64)
         most = tl.full((), 0, tl.int64) + vocabulary
         while fewest < most:
@@ -172,10 +183,8 @@ def cut_kernel(logits, top_k, top_p, cuts, lasts, vocabulary, TILE: tl.constexpr
                 most = middle
             else:
                 fewest = middle + 1
-        last = id_of(row, vocabulary, nucleus, fewest, TILE)
-        cut = nucleus
-    tl.store(cuts + number, cut.to(tl.int64))
-    tl.store(lasts + number, last)
+        tl.store(cuts + number, cut.to(tl.int64))
+        tl.store(lasts + number, id_of(row, vocabulary, cut, fewest, TILE))
 
 
 @triton.jit
@@ -207,25 +216,31 @@ def choose(
     """
     rows, vocabulary = logits.shape
     device, tiles = logits.device, triton.cdiv(vocabulary, TILE)
+    peaks = logits.amax(dim=1)
     if cut:
-        cuts, lasts = heads(logits, top_k, top_p)
+        cuts, lasts = heads(logits, peaks, top_k, top_p)
     else:
         cuts, lasts = torch.zeros_like(keys), torch.full_like(keys, vocabulary)
     best = torch.empty(rows, tiles, dtype=torch.float64, device=device)
     best_id = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     best_kernel[(rows, tiles)](
-        logits, cuts, lasts, depths, logits.amax(dim=1), random, keys, best, best_id, vocabulary, tiles, TILE,
+        logits, cuts, lasts, depths, peaks, random, keys, best, best_id, vocabulary, tiles, TILE,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return best_id.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-def heads(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def heads(logits: Tensor, peaks: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """What top-k, then top-p keep of each row, by the last member: its rank as `order` has it, and its id, int64 [R].
 
-    logits: float32 [R, vocabulary], dense. top_k, top_p [R]: as in `choose`.
+    logits: float32 [R, vocabulary], dense. peaks: [R], the largest of each row. top_k, top_p [R]: as in `choose`.
     """
     rows, vocabulary = logits.shape
-    cuts, lasts = torch.empty_like(top_k), torch.empty_like(top_k)
-    cut_kernel[(rows,)](logits, top_k, top_p, cuts, lasts, vocabulary, TILE, num_warps=WARPS, enable_fp_fusion=False)
+    cuts, lasts = torch.zeros_like(top_k), torch.full_like(top_k, vocabulary)
+    masses = torch.empty(rows, vocabulary, dtype=torch.int64, device=logits.device)
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    grid = (rows, triton.cdiv(vocabulary, TILE))
+    top_k_kernel[(rows,)](logits, top_k, cuts, lasts, vocabulary, TILE, **options)
+    mass_kernel[grid](logits, peaks, top_p, cuts, lasts, masses, vocabulary, TILE, **options)
+    top_p_kernel[(rows,)](logits, masses, top_p, cuts, lasts, vocabulary, TILE, **options)
     return cuts, lasts

@@ -38,6 +38,8 @@ def test_a_failing_section_does_not_hide_the_next_one():
         ([], {"PYTHON": "/bin/false"}, "need a Python"),
         (["--device", "cpu"], {}, "cpu goes with --tiny"),
         (["--only", "nothing"], {}, "there are build tests kernels"),
+        (["--only", ","], {}, "there are build tests kernels"),
+        (["--device", "cpu", "--tiny", "--only", "decode_batches"], {}, "there are build tests kernels"),
         (["--fast"], {}, "unknown option --fast"),
     ],
 )

@@ -75,6 +75,15 @@ def test_every_kernel_is_timed_beside_its_floor(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_options_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, reason in (([], "no GPU"), (["--device", "cpu"], "--tiny"), (["--quick", "--tiny"], "--compile-only")):
+    for options, reason in (
+        ([], "no GPU"),
+        (["--device", "cpu"], "--tiny"),
+        (["--quick", "--tiny"], "--compile-only"),
+        (["--rounds", "0"], "at least 1, not 0"),
+        *(
+            (["--compile-only", *ignored], "leave out")
+            for ignored in (["--tiny"], ["--rounds", "2"], ["--device", "cpu"])
+        ),
+    ):
         assert kernels.main(options) == 2
         assert reason in capsys.readouterr().err

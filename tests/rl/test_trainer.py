@@ -17,8 +17,10 @@ from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import ConfigError, RequestError
 from palimpsest.engine.lora import LoraConfig
 from palimpsest.engine.memory_agent import MemoryAgent
+from palimpsest.rl import trainer as trainer_module
 from palimpsest.rl.config import AlgorithmConfig
 from palimpsest.rl.optimizer import OptimizerConfig
+from palimpsest.rl.process_group import ProcessGroup
 from palimpsest.rl.rollout import Rollout
 from palimpsest.rl.step_report import StepReport
 from palimpsest.rl.trainer import Trainer
@@ -323,6 +325,25 @@ def test_a_rollout_that_fails_leaves_nothing_behind(folder: Path) -> None:
         trainer.step(failing())
     assert all(p.grad is None for p in engine.model.parameters())
     assert trainer.step(groups).updates == 1
+
+
+def test_a_gpu_is_planned_with_its_own_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder)
+    monkeypatch.setattr(engine.model.ops, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 3 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 20)
+    assert trainer_module._plan(engine, config_of(), ProcessGroup()).available == (1 << 30) + (1 << 20)
+
+
+def test_out_of_memory_says_what_helps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more to say")
+
+    engine = make_engine(folder)
+    trainer, groups = Trainer(engine, config_of()), roll(make_agent(engine), 2, DOCUMENTS[1:2])
+    monkeypatch.setattr(trainer._loss, "backward", full)
+    with pytest.raises(ConfigError, match=r"a training step asked for 2.00 GiB more .*; lower .*train_tokens"):
+        trainer.step(groups)
 
 
 def test_what_is_refused_ends_its_rollout(folder: Path) -> None:

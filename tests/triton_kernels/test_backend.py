@@ -46,7 +46,20 @@ def test_the_ids_are_those_of_plain_torch(tmp_path: Path) -> None:
         assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
-def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_attention_in_plain_torch_beside_the_other_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, results = make_model_folder(tmp_path, "qwen3", num_hidden_layers=1), []
+    monkeypatch.setattr(attention, "paged_attention", lambda *_, **__: results.append("a kernel"))
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for backend, kernels in (("triton", "reference"), ("reference", "auto")):
+        engine = Engine(folder, EngineConfig(backend=backend, attention=kernels, kv_bytes=2**20))
+        results.append(engine.generate([[5, 9, 7]], params)[0])
+    ours, plain = results
+    assert ours.token_ids == plain.token_ids and ours.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    with pytest.raises(ConfigError, match=r"attention='reference' .* exact=True rules out"):
+        Engine(folder, EngineConfig(backend="triton", attention="reference", exact=True))
+
+
+def test_what_it_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model_folder(tmp_path, "qwen2")
     with pytest.raises(ConfigError, match="does not run weights='int4'; use 'native', 'int8', 'fp8', or"):
         Engine(folder, EngineConfig(backend="triton", weights="int4"))
@@ -54,6 +67,7 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
         Engine(folder, EngineConfig(backend="triton", kv_dtype="int8"))
     with pytest.raises(ConfigError, match="float64"):
         Engine(folder, EngineConfig(backend="triton", dtype="float64"))
+    monkeypatch.setattr(cuda, "unavailable", lambda: "it was built without nvcc")
     with pytest.raises(ConfigError, match="attention='cuda' cannot run here"):
         Engine(folder, EngineConfig(backend="triton", attention="cuda"))
 
@@ -139,6 +153,17 @@ def test_a_gpu_that_cannot_be_used(
         select("triton", torch.float32, torch.float32, 64, 1)
 
 
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 6), True), ((9, 0), True), ((10, 0), False)])
+def test_machine_code_is_for_some_architectures(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
+) -> None:
+    monkeypatch.setattr(cuda, "_C", SimpleNamespace(cuda_device_count=lambda: 1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    reason = cuda.unavailable()
+    assert reason is None if runs else "built for 8.x and 9.x" in str(reason)
+
+
 def test_prompts_of_a_group_share_their_first_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TILE", 64)
     folder = make_model_folder(tmp_path, "qwen3", num_hidden_layers=1)
@@ -152,7 +177,8 @@ def test_prompts_of_a_group_share_their_first_tile(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(attention.SharedPrefix, "find", spy)
     results = []
     for backend, exact in (("triton", True), ("reference", False)):
-        engine = Engine(folder, EngineConfig(backend=backend, exact=exact, drafts=False, kv_bytes=2**20))
+        config = EngineConfig(backend=backend, exact=exact, graphs=False, drafts=False, kv_bytes=2**20)
+        engine = Engine(folder, config)
         prompts = [[*shared, *tail] for tail in ([5], [9, 8])]
         results.append(engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
     for ours, plain in zip(*results, strict=True):
@@ -161,23 +187,26 @@ def test_prompts_of_a_group_share_their_first_tile(tmp_path: Path, monkeypatch: 
     assert [one.skipped.tolist() for one in found if one is not None] == [[1, 1]]
 
 
-def test_the_gpu_s_own_decode_leaves_to_the_group_what_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_s_own_decode_leaves_to_the_group_what_it_shares(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """On sm_90 both cut the context into the same tiles; else Triton's kernels do all of a step that may share."""
-    case = Case(torch.device("cpu"), [1, 1], [70, 70], 2, 2, 64, torch.bfloat16)
+    case = Case(device, [1, 1], [70, 70], 2, 2, 64, torch.bfloat16)
     case.spans.pages[1, :8] = case.spans.pages[0, :8]
     skipped: list[list[int]] = []
 
     def partials(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         skipped.append(arguments[6].tolist())
         tiles = -(-case.spans.pages.shape[1] * 8 // 64)
-        return torch.zeros(2, 2, tiles), torch.ones(2, 2, tiles), torch.zeros(2, 2, tiles, 64), 64
+        peaks, totals, values = torch.zeros(2, 2, tiles), torch.ones(2, 2, tiles), torch.zeros(2, 2, tiles, 64)
+        return peaks.to(device), totals.to(device), values.to(device), 64
 
     monkeypatch.setattr(triton_ops, "INTERPRETED", SimpleNamespace(value=False))
     monkeypatch.setattr(attention, "TILE", 64)
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     monkeypatch.setattr(cuda, "paged_decode_partials", partials)
-    key = value = torch.randn(2, 2, 64)
-    slots = torch.tensor([int(case.spans.pages[span, 8]) * 8 + 5 for span in (0, 1)])
+    key = value = torch.randn(2, 2, 64, device=device)
+    slots = case.spans.pages[:, 8].long() * 8 + 5
     for tile, calls in ((64, 1), (128, 0)):
         skipped.clear()
         monkeypatch.setattr(cuda, "decode_tile", lambda tile=tile: tile)
@@ -193,7 +222,7 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
     engine = make_engine(make_model_folder(tmp_path, "qwen2"), backend="triton", graphs=False)
     monkeypatch.setattr(engine.runner, "run_layers", full)
     said = (
-        r"a step of 3 tokens asked for 20.00 MiB more and does not fit: .* GiB of cpu are free; lower .*max_step_tokens"
+        r"a step of 3 tokens asked for 20.00 MiB more and does not fit: .* GiB of \S+ are free; lower .*max_step_tokens"
     )
     with pytest.raises(ConfigError, match=said):
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
@@ -238,7 +267,7 @@ def test_the_gradient_is_that_of_the_cpu(tmp_path: Path) -> None:
     short = replace(group, trajectories=[_with_short_prompts(trajectory) for trajectory in group.trajectories])
     expected, _ = any_gradient(on_cpu, config_of(), [short])
     ours, _ = any_gradient(make_engine(folder, backend="triton", graphs=False), config_of(), [short])
-    assert_close(ours, expected, 1e-4)
+    assert_close({name: gradient.cpu() for name, gradient in ours.items()}, expected, 1e-4)
 
 
 def _with_short_prompts(trajectory: Trajectory) -> Trajectory:

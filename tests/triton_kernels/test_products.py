@@ -7,6 +7,13 @@ import torch
 from palimpsest.engine import reference
 from palimpsest.engine.ops import Spans
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
+from palimpsest.triton_kernels.tuning import (
+    SHARED_BYTES,
+    SHARED_BYTES_OF_OTHERS,
+    attention_blocks,
+    linear_blocks,
+    shared_bytes,
+)
 from torch import Tensor
 
 
@@ -24,6 +31,9 @@ def test_linear(device: torch.device, dtype: torch.dtype, rows: int, inputs: int
     rounded = x.to(dtype).float()  # bfloat16 weights: so is x
     exact = reference.linear(rounded.double(), weight, bias)
     judge(linear(x, weight, bias), reference.linear(rounded, weight, bias), exact)
+    judge(linear(x, weight, bias, exact=True), reference.linear(rounded, weight, bias), exact)
+    if device.type == "cuda" and rows:  # see test_scaled_linear
+        assert torch.equal(linear(x, weight, bias, exact=True)[-1:], linear(x[-1:], weight, bias, exact=True))
     judge(linear(x, weight, None), reference.linear(rounded, weight, None), exact - bias.double())
 
 
@@ -40,14 +50,48 @@ def test_scaled_linear(device: torch.device, dtype: torch.dtype, rows: int) -> N
     ours = scaled_linear(x, codes, scales, bias)
     judge(ours, reference.scaled_linear(x, codes, scales, bias), exact)
     if device.type == "cuda":  # the interpreter multiplies by numpy, whose bits depend on the shape of a block
-        assert torch.equal(ours[-1:], scaled_linear(x[-1:], codes, scales, bias))
+        whole, alone = (scaled_linear(part, codes, scales, bias, exact=True) for part in (x, x[-1:]))
+        assert torch.equal(whole[-1:], alone)
 
 
-def test_an_output_is_summed_alike_for_every_number_of_rows() -> None:
-    from palimpsest.triton_kernels.tuning import linear_blocks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shared", sorted({*SHARED_BYTES.values(), SHARED_BYTES_OF_OTHERS}))
+def test_blocks_of_a_product(dtype: torch.dtype, shared: int) -> None:
+    """Sums do not depend on the number of rows; what is loaded ahead fits every GPU."""
+    chosen = [
+        [linear_blocks(rows, dtype, exact=exact, shared=shared) for rows in range(1, 400)] for exact in (False, True)
+    ]
+    assert len({blocks.k for blocks in (*chosen[0], *chosen[1])}) == 1
+    assert dtype == torch.float32 or all(blocks.m >= 64 for blocks in chosen[1])  # of wgmma, on a Hopper GPU
+    for blocks in (*chosen[0], *chosen[1]):
+        assert (blocks.m * 4 + blocks.n * dtype.itemsize) * blocks.k * (blocks.stages - 1) < shared
 
-    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
-        assert len({linear_blocks(rows, dtype).k for rows in range(1, 400)}) == 1
+
+def test_blocks_of_attention_sum_few_rows_like_many() -> None:
+    for dim, dtype in ((64, torch.float32), (128, torch.float32), (256, torch.bfloat16), (128, torch.float8_e4m3fn)):
+        few, many = (attention_blocks(dim, 7, dtype, small=small) for small in (True, False))
+        assert few.n == many.n and few.m < many.m
+
+
+def test_shared_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, (capability, size) in enumerate((((8, 0), 163), ((9, 0), 227), ((8, 9), 99), ((12, 0), 99))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert shared_bytes(torch.device("cuda", 100 + index)) == size * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 80])
+def test_write_kv_rounds_as_torch_does(device: torch.device, dtype: torch.dtype, dim: int) -> None:
+    from palimpsest.triton_kernels.kv_write import write_kv
+
+    rows = torch.randn(5, 6, dim, device=device)
+    key, value = rows[:, :2], rows[:, 3:5]
+    ours, plain = ([torch.full((3, 2, 4, dim), 7.0, device=device).to(dtype) for _ in range(2)] for _ in range(2))
+    slots = torch.tensor([9, 3, 0, 11, 6], device=device)
+    for write, pages in ((write_kv, ours), (reference.write_kv, plain)):
+        write(key, value, *pages, slots)
+        write(key[:0], value[:0], *pages, slots[:0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
 
 
 def _require_float8(device: torch.device, dtype: torch.dtype) -> None:

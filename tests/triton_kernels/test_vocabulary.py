@@ -64,7 +64,7 @@ def test_what_the_filters_keep(device: torch.device, step: float) -> None:
     if step:
         logits = (logits / step).round() * step  # and zeros of both signs
     table = DrawTable.of(rows, device)
-    cuts, lasts = heads(logits, table.top_k, table.top_p)
+    cuts, lasts = heads(logits, logits.amax(dim=1), table.top_k, table.top_p)
     bits = logits.view(torch.int32)
     ranks = (bits ^ ((bits >> 31) | -(2**31))).long() & 0xFFFFFFFF
     ranks[logits == 0] = 2**31
