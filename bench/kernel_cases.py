@@ -268,8 +268,8 @@ def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     )
     key, value = torch.randn(2, rows, heads.kv, heads.dim, device=device)
     shape = (-(-rows // PAGE), heads.kv, PAGE, heads.dim)
-    pages = [torch.empty(shape, device=device, dtype=HALF) for _ in range(2)]
-    run = lambda: kv_write.write_kv(key, value, *pages, positions)  # noqa: E731
+    key_pages, value_pages = (torch.empty(shape, device=device, dtype=HALF) for _ in range(2))
+    run = lambda: kv_write.write_kv(key, value, key_pages, value_pages, positions)  # noqa: E731
     yield Case("write KV", rows, 0, run, None, kv_write_cost(rows, heads, HALF.itemsize))
 
 
