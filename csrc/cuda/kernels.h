@@ -25,7 +25,6 @@ struct Gemv {
     float* y;  // [rows, out]
     std::int32_t rows, in, out;
 };
-inline constexpr int GEMV_ROWS = 8;
 void gemv(const Gemv& call, void* stream);
 
 // Attention of one new token per sequence over bfloat16 pages, as partial results of `decode_tile()` tokens each.

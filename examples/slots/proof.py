@@ -78,13 +78,14 @@ def main() -> None:
     names = list(LENGTHS)[: list(LENGTHS).index(args.longest) + 1]
     most = {name: min(LENGTHS[name], args.documents or LENGTHS[name]) for name in names}
     short = {name: most[name] for name in names if name in SHORT}
-    rows = measure(work, warm, "warmup", "greedy", {"1K": most["1K"]}) + measure(work, trained, "rl", "greedy", most)
+    rows = measure(work, trained, "rl", "greedy", most)
+    figures = {"seconds": seconds(work.folder), "accuracy": rows, "steps": list(steps(work.folder / "rl"))}
     if work.name == "seed 0":
         rows += measure(work, trained, "rl", "top_p", short) + measure(work, trained, "rl", "sampled", short)
         rows += measure(work, warm, "warmup", "greedy", short) + measure(work, warm, "warmup", "sampled", short)
-    figures = {"seconds": seconds(work.folder), "accuracy": rows, "steps": list(steps(work.folder / "rl"))}
-    if work.name == "seed 0":
         figures["step"] = {name: step_seconds(work, warm, name) for name in WITHOUT}
+    else:
+        rows += measure(work, warm, "warmup", "greedy", {"1K": most["1K"]})
     enter(work.name, figures)
 
 
