@@ -24,9 +24,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "run" / "embedded"
 
-# What of warmup.yaml is other at first: one fact in short chunks teaches the form.
-FIRST = {"data.variants": ["one_fact"], "data.blocks": [1, 3], "optimizer.schedule": "constant"}
-FIRST |= {"optimizer.total_steps": None, "rollout.steps": 150}
 LENGTHS = {"1K": 64, "4K": 64, "16K": 32, "64K": 24, "256K": 4}  # documents of each
 
 
@@ -57,12 +54,10 @@ def train(config: str, **changes: Any) -> None:
 
 
 def warm_up() -> Path:
-    """-> the adapter after both stages."""
-    first = FOLDER / "form"
-    train("warmup.yaml", **FIRST, **{"log.folder": str(first)})
-    last = FOLDER / "warmup"
-    train("warmup.yaml", **{"model.lora": None, "model.adapter": str(first / "adapter"), "log.folder": str(last)})
-    return last / "adapter"
+    """-> the adapter after both supervised stages."""
+    train("quiz.yaml", **{"log.folder": str(FOLDER / "quiz")})
+    train("warmup.yaml", **{"model.adapter": str(FOLDER / "quiz" / "adapter"), "log.folder": str(FOLDER / "warmup")})
+    return FOLDER / "warmup" / "adapter"
 
 
 def reinforce() -> Path:

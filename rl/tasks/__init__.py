@@ -7,13 +7,23 @@ from types import MappingProxyType
 
 from .facts import FactsConfig
 from .facts_oracle import FactsOracleConfig
+from .facts_quiz import FactsQuizConfig
 from .slots import SlotsConfig
 from .slots_oracle import OracleConfig
 
-__all__ = ["TASKS", "ExamplesConfig", "FactsConfig", "FactsOracleConfig", "OracleConfig", "SlotsConfig", "TaskConfig"]
+__all__ = [
+    "TASKS",
+    "ExamplesConfig",
+    "FactsConfig",
+    "FactsOracleConfig",
+    "FactsQuizConfig",
+    "OracleConfig",
+    "SlotsConfig",
+    "TaskConfig",
+]
 
 TaskConfig = SlotsConfig | FactsConfig  # documents of any length, with questions
-ExamplesConfig = OracleConfig | FactsOracleConfig  # single turns
+ExamplesConfig = OracleConfig | FactsOracleConfig | FactsQuizConfig  # single turns
 
 # What `data.task` of a training run may be.
 TASKS: Mapping[str, type[TaskConfig | ExamplesConfig]] = MappingProxyType(
@@ -22,5 +32,6 @@ TASKS: Mapping[str, type[TaskConfig | ExamplesConfig]] = MappingProxyType(
         "slots_oracle": OracleConfig,
         "facts": FactsConfig,
         "facts_oracle": FactsOracleConfig,
+        "facts_quiz": FactsQuizConfig,
     }
 )

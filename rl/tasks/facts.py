@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from ...engine.config import _require_choice, _require_int
 from ..trajectory import Problem
@@ -114,11 +115,8 @@ class Story:
                 return
 
     def memory(self, told: int) -> str:
-        """What a memory should say after so many of the sentences."""
-        if not told:
-            return NOTHING
-        kept = self._statements[told - 1 : told] if self.variant == "last_value" else self._statements[:told]
-        return " ".join(self.wording.note(statement) for statement in kept)
+        """What a memory should say after so many of the sentences: these."""
+        return " ".join(self.sentences[:told]) or NOTHING
 
     def answer_after(self, told: int) -> str | None:
         """What can be answered after so many of the sentences; None for nothing."""
@@ -175,7 +173,17 @@ class FactsDocument:
         return write_block(self.story, told, self.filler, rng)
 
 
-def write_block(story: Story, told: Sequence[str], filler: str, rng: random.Random) -> str:
+class Others(Protocol):
+    """Where a block's other sentences come from: `other` tells something else, and what `tells` stands in no filler."""
+
+    wording: Wording
+
+    def other(self, rng: random.Random) -> str: ...
+
+    def tells(self, sentence: str) -> bool: ...
+
+
+def write_block(story: Others, told: Sequence[str], filler: str, rng: random.Random) -> str:
     """A paragraph of filler with one or two facts about others, and among them sentences in their order."""
     kind = rng.choice(FILLERS) if filler == "mixed" else filler
     lines = [story.other(rng) for _ in range(rng.randint(1, 2))]

@@ -1,6 +1,6 @@
 """The oracle of the facts task: single turns to imitate before any reward is there to learn from.
 
-It writes what a careful reader keeps: the facts that the question needs, a short sentence each, and nothing else.
+It writes what a careful reader keeps: the sentences that the question needs, word for word, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from ...engine.config import _require, _require_choice, _require_int, _require_n
 from ...engine.memory_agent import MemoryAgent
 from ...engine.templates import FIRST_MEMORY, Slot
 from ..supervised import Example
-from .facts import VARIANTS, Story, write_block
+from .facts import NOTHING, VARIANTS, Story, write_block
 from .wording import Wording
 
 __all__ = ["FactsOracle", "FactsOracleConfig"]
 
 UNKNOWN = "unknown"  # the answer of a memory that holds none
+FOUND = 0.55  # share of chunks in which something stands that is to be kept
+MISTAKEN = 0.15  # share of memories without a fact that hold one about something else, which is to be dropped
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class FactsOracleConfig:
     seed: int = 0
     blocks: tuple[int, int] = (2, 8)
     variants: tuple[str, ...] = tuple(VARIANTS)
-    finals: float = 0.15
+    finals: float = 0.1
 
     def __post_init__(self) -> None:
         owner = "FactsOracleConfig"
@@ -65,9 +67,16 @@ class FactsOracle:
         if rng.random() < self.config.finals:
             told = 0 if rng.random() < 0.1 else rng.randint(1, last)
             return self._example(story, story.memory(told), None, rf"\boxed{{{story.answer_after(told) or UNKNOWN}}}")
-        before, after = rng.choice([(i, j) for j in range(last + 1) for i in range(j + 1)])
-        memory = FIRST_MEMORY if not before and rng.random() < 0.5 else story.memory(before)
+        found = rng.random() < FOUND
+        before, after = rng.choice([(i, j) for j in range(last + 1) for i in range(j + 1) if (i < j) == found])
+        memory = story.memory(before) if before else self._empty(story, rng)
         return self._example(story, memory, self._chunk(story, before, after, rng), story.memory(after))
+
+    def _empty(self, story: Story, rng: random.Random) -> str:
+        """A memory that holds nothing of the story."""
+        if rng.random() < MISTAKEN:
+            return story.other(rng)
+        return rng.choice([FIRST_MEMORY, NOTHING])
 
     def _chunk(self, story: Story, before: int, after: int, rng: random.Random) -> str:
         """Blocks in which the sentences from `before` to `after` stand, and parts of two others: chunks are cut

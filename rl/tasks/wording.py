@@ -68,11 +68,6 @@ class Wording:
         """A question for its value. instead: words for parts of the subject."""
         return self._worded("ask", statement, rng, instead)
 
-    def note(self, statement: Statement) -> str:
-        """The sentence that a memory keeps of it."""
-        text: str = self.families[statement.family]["note"]
-        return text.format_map({**statement.subject, "value": statement.value})
-
     def filler(self, kind: str, rng: random.Random) -> str:
         """A sentence or line that tells nothing."""
         return _expanded(f"{{{kind}}}", self._filler, rng, {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,7 @@ from palimpsest.engine.memory_agent import MemoryAgent
 from palimpsest.rl.tasks import wording
 from palimpsest.rl.tasks.facts import BLOCK, NOTHING, VARIANTS, FactsConfig, FactsDocument, Story, write_block
 from palimpsest.rl.tasks.facts_oracle import FactsOracle, FactsOracleConfig
+from palimpsest.rl.tasks.facts_quiz import FactsQuiz, FactsQuizConfig, Sheet
 from palimpsest.rl.tasks.wording import FILLERS, SPLITS, Wording
 from palimpsest.tests.tiny_models import make_model_folder
 
@@ -52,7 +55,7 @@ def test_documents_depend_on_seed_and_index_alone_and_any_block_on_none_before_i
 def test_the_first_documents_are_what_they_were() -> None:
     """A change of words or of the drawing is a new task: figures of before say nothing about it."""
     problem = FactsConfig(seed=0, tokens=BLOCK).source().problem(0)
-    assert (problem.question, problem.answers) == ("When was the yearly fire in Dunmen?", ("22 December 1871",))
+    assert (problem.question, problem.answers) == ("How tall is the north wall in Dunmen?", ("30 fathoms",))
 
 
 @pytest.mark.parametrize("filler", [*FILLERS, "mixed"])
@@ -154,12 +157,30 @@ def test_the_oracle_keeps_what_the_question_needs(agent: MemoryAgent) -> None:
             kinds.add("final")
         else:
             chunk = prompt.partition("<section>\n")[2].partition("\n</section>")[0]
-            before = [NOTHING, "No previous memory"]
-            kept = response == memory or (memory in before and response == NOTHING)
-            told = [word for word in response.rstrip(".").split() if word[0].isupper() and word in chunk]
-            assert kept or told, (memory, response)
-            kinds.add("kept" if kept else "new")
-    assert kinds == {"final", "kept", "new"}
+            kept = response == memory
+            sentences = [] if kept or response == NOTHING else re.split(r"(?<=\.) (?=[A-Z0-9])", response)
+            assert all(sentence in memory or sentence in chunk for sentence in sentences), (memory, response)
+            kinds.add("kept" if kept else "new" if sentences else "nothing")
+    assert kinds == {"final", "kept", "new", "nothing"}
+
+
+def test_a_quiz_asks_about_one_chunk_what_it_tells_and_what_it_does_not(agent: MemoryAgent) -> None:
+    config = FactsQuizConfig(seed=2, blocks=2, questions=6)
+    kinds = Counter()
+    for number in range(8):
+        sheet = Sheet(Wording("train"), config, random.Random(number))
+        chunk = sheet.chunk.casefold()
+        for value, (question, memory, response) in zip(sheet.reserved, sheet.turns, strict=True):
+            told = response in sheet.chunk
+            assert value not in question.casefold() and chunk.count(value) == told
+            assert response == NOTHING or value in response.casefold()
+            assert memory == response or value not in memory.casefold()
+            kinds["told" if told else "kept" if response == memory != NOTHING else "nothing"] += 1
+    assert min(kinds[kind] for kind in ("told", "kept", "nothing")) > 2 and kinds["told"] > 15, kinds
+    examples = FactsQuiz(agent, config)
+    decoded = [agent.tokenizer.decode(examples.example(i).prompt_ids) for i in range(7)]
+    chunks = [text.partition("<section>\n")[2].partition("\n</section>")[0] for text in decoded]
+    assert len(set(chunks[:6])) == 1 and chunks[6] != chunks[0] and len(set(decoded)) == 7
 
 
 @pytest.mark.parametrize(
@@ -172,6 +193,8 @@ def test_the_oracle_keeps_what_the_question_needs(agent: MemoryAgent) -> None:
         (lambda: FactsOracleConfig(blocks=(3, 1)), "blocks"),
         (lambda: FactsOracleConfig(variants=("plain",)), "variants"),
         (lambda: FactsOracleConfig(variants=()), "at least one"),
+        (lambda: FactsQuizConfig(questions=0), "questions"),
+        (lambda: FactsQuizConfig(told=2.0), "told"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:

@@ -1,0 +1,130 @@
+"""The quiz of the facts task: many single turns about one chunk, so that a template that puts the chunk first has it
+computed once for all of them.
+
+As facts_oracle, for questions that one fact answers: the answer of one is a fact about others to the rest.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+
+from ...engine.config import _require_int, _require_number
+from ...engine.memory_agent import MemoryAgent
+from ...engine.templates import FIRST_MEMORY, Slot
+from ..supervised import Example
+from .facts import NOTHING, write_block
+from .facts_oracle import MISTAKEN
+from .wording import Statement, Wording
+
+__all__ = ["FactsQuiz", "FactsQuizConfig"]
+
+NEAR = 0.5  # share of the questions that are about the same as one before them, but for another part
+KEPT = 0.4  # share of the memories that hold the answer, where the chunk does not tell it
+
+
+@dataclass(frozen=True)
+class FactsQuizConfig:
+    """seed: of all examples. blocks: of a chunk, see facts.BLOCK. questions: about each chunk, that many examples in a
+    row. told: share of them that the chunk answers."""
+
+    seed: int = 0
+    blocks: int = 3
+    questions: int = 8
+    told: float = 0.6
+
+    def __post_init__(self) -> None:
+        owner = "FactsQuizConfig"
+        _require_int(owner, "seed", self.seed, 0)
+        _require_int(owner, "blocks", self.blocks, 1)
+        _require_int(owner, "questions", self.questions, 1)
+        _require_number(owner, "told", self.told, 0.0, 1.0)
+
+    def examples(self, agent: MemoryAgent) -> FactsQuiz:
+        """The examples of this configuration, in the prompts of an agent."""
+        return FactsQuiz(agent, self)
+
+
+class FactsQuiz:
+    """Examples without end, in the prompts of an agent: example i is the same wherever and whenever it is asked for."""
+
+    def __init__(self, agent: MemoryAgent, config: FactsQuizConfig) -> None:
+        self.agent, self.config = agent, config
+        self._wording = Wording("train")
+
+    def example(self, index: int) -> Example:
+        """Example number `index`, from 0."""
+        chunk, asked = divmod(index, self.config.questions)
+        sheet = Sheet(self._wording, self.config, random.Random(f"facts quiz {self.config.seed} {chunk}"))
+        question, memory, response = sheet.turns[asked]
+        encode = self.agent.tokenizer.encode
+        texts = {Slot.PROBLEM: question, Slot.MEMORY: memory, Slot.CHUNK: sheet.chunk}
+        values: dict[Slot, array[int]] = {slot: encode(text) for slot, text in texts.items()}
+        return Example.of(self.agent.update_prompt.fill(values), encode(response), self.agent.tokenizer.eos_ids[0])
+
+
+class Sheet:
+    """A chunk, and for each question about it a turn: question, memory, response."""
+
+    def __init__(self, wording: Wording, config: FactsQuizConfig, rng: random.Random) -> None:
+        self.wording = wording
+        self._statements: list[Statement] = []
+        for _ in range(config.questions):
+            self._statements.append(self._new(rng))
+        self.reserved = [statement.value.casefold() for statement in self._statements]
+        sentences = [wording.tell(statement, rng) for statement in self._statements]
+        is_told = [rng.random() < config.told for _ in sentences]
+        told = [sentence for sentence, known in zip(sentences, is_told, strict=True) if known]
+        self.chunk = self._write(told, config.blocks, rng)
+        self.turns = [
+            (wording.ask(statement, rng), *self._memories(sentence, known, rng))
+            for statement, sentence, known in zip(self._statements, sentences, is_told, strict=True)
+        ]
+
+    def other(self, rng: random.Random) -> str:
+        """A sentence about something that is not asked."""
+        while True:
+            sentence = self.wording.tell(self._new(rng), rng)
+            if not self.tells(sentence):
+                return sentence
+
+    def tells(self, sentence: str) -> bool:
+        """Whether an answer stands in a sentence."""
+        folded = sentence.casefold()
+        return any(word in folded for word in self.reserved)
+
+    def _new(self, rng: random.Random) -> Statement:
+        """A statement about what none of the others is about, with a value that has nothing in common with theirs."""
+        while True:
+            one = self._near(rng) if self._statements and rng.random() < NEAR else self._far(rng)
+            value = one.value.casefold()
+            apart = all(
+                (one.family, one.subject) != (other.family, other.subject)
+                and not any(value in part.casefold() for part in (other.value, *other.subject.values()))
+                and not any(other.value.casefold() in part.casefold() for part in (value, *one.subject.values()))
+                for other in self._statements
+            )
+            if apart and not any(value in part.casefold() for part in one.subject.values()):
+                return one
+
+    def _far(self, rng: random.Random) -> Statement:
+        return self.wording.statement(rng.choice(list(self.wording.families)), rng)
+
+    def _near(self, rng: random.Random) -> Statement:
+        """One that shares a part with one of the others."""
+        part, words = rng.choice(list(rng.choice(self._statements).subject.items()))
+        families = [name for name, form in self.wording.families.items() if part in form["subject"]]
+        return self.wording.statement(rng.choice(families), rng, {part: words})
+
+    def _write(self, told: list[str], blocks: int, rng: random.Random) -> str:
+        places = [rng.randrange(blocks) for _ in told]
+        held = [[sentence for sentence, at in zip(told, places, strict=True) if at == place] for place in range(blocks)]
+        return "".join(write_block(self, sentences, "prose", rng) for sentences in held).rstrip()
+
+    def _memories(self, sentence: str, known: bool, rng: random.Random) -> tuple[str, str]:
+        """-> the memory before and after the chunk."""
+        if not known and rng.random() < KEPT:
+            return sentence, sentence
+        before = self.other(rng) if rng.random() < MISTAKEN else rng.choice([FIRST_MEMORY, NOTHING])
+        return before, sentence if known else NOTHING
