@@ -136,7 +136,7 @@ def _linear(shape: Shape) -> Iterator[Build]:
 
 
 def _elementwise(shape: Shape) -> Iterator[Build]:
-    from ..triton_kernels import activation, kv_write, norm, rotary
+    from ..triton_kernels import activation, norm, rotary
     from ..triton_kernels.tuning import next_power_of_2, row_warps
 
     width, half = next_power_of_2(shape.hidden), shape.head_dim // 2
@@ -151,15 +151,24 @@ def _elementwise(shape: Shape) -> Iterator[Build]:
     yield Build("silu product", activation.silu_product_kernel, types, {"BLOCK": activation.BLOCK}, 4, 3)
     types = _types({"grad gate up grad_gate grad_up": "fp32"}, "count")
     yield Build("silu product backward", activation.silu_product_backward_kernel, types, {"BLOCK": 1024}, 4, 3)
-    types = _types({"x cos sin out": "fp32", "positions": "i64"}, "heads", aligned="token_stride")
     constants = {"HALF": half, "BLOCK": next_power_of_2(half)}
-    yield Build("rotate", rotary.rotate_kernel, types, constants, 4, 3)
+    types = _types({"x cos sin out": "fp32", "positions": "i64"}, "heads", aligned="token_stride")
+    yield Build("rotate", rotary.rotate_kernel, types, constants, rotary.WARPS, 3)
+    constants["PAGE"] = PAGE
+    for pages in ("bf16", "fp8e4nv"):
+        types = _types(
+            {"query key value cos sin out": "fp32", "query_norm key_norm": "bf16", "key_pages value_pages": pages,
+             "positions slots": "i64"}, "heads kv_heads", "eps", "query_stride key_stride value_stride",
+        )  # fmt: skip
+        for name, normed in (("", False), (", normed", True)):
+            yield Build(
+                f"turn and write KV {pages}{name}", rotary.turn_and_write_kernel, types, constants | {"NORMED": normed},
+                rotary.WARPS, 3, least=_least(pages),
+            )  # fmt: skip
     types = _types(
-        {"key value": "fp32", "key_pages value_pages": "bf16", "slots": "i64"}, "kv_heads",
-        aligned="key_stride value_stride",
+        {"key_pages value_pages": "bf16", "sources targets old new": "i64", "cos sin": "fp32"}, "kv_heads"
     )  # fmt: skip
-    constants = {"PAGE": PAGE, "DIM": shape.head_dim, "BLOCK": next_power_of_2(shape.head_dim), "HALF": True}
-    yield Build("write KV", kv_write.write_kernel, types, constants, 4, 3)
+    yield Build("move KV", rotary.move_kernel, types, constants, rotary.WARPS, 3, fused=False)
 
 
 def _vocabulary() -> Iterator[Build]:

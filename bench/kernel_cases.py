@@ -19,7 +19,6 @@ from ..triton_kernels import (
     activation,
     attention,
     attention_backward,
-    kv_write,
     linear,
     norm,
     rotary,
@@ -33,9 +32,10 @@ from .kernel_costs import (
     attention_backward_cost,
     attention_cost,
     group_cost,
-    kv_write_cost,
+    move_kv_cost,
     moved,
     product_cost,
+    turn_and_write_cost,
 )
 
 __all__ = ["SIZES", "Case", "Sizes", "cases"]
@@ -260,17 +260,23 @@ def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     yield Case("silu product", rows, 0, run, lambda: F.silu(gate) * up, moved(gate.numel(), 3), "float32")
     run = lambda: activation.silu_product_backward(grad, gate, up)  # noqa: E731
     yield Case("silu product backward", rows, 0, run, None, moved(gate.numel(), 5), "float32")
-    turned = torch.randn(rows, heads.query, heads.dim, device=device)
+    query = torch.randn(rows, heads.query, heads.dim, device=device)
     cos, sin = (torch.randn(rows, heads.dim // 2, device=device) for _ in range(2))
     positions = torch.arange(rows, device=device)
-    yield Case(
-        "rotate", rows, 0, lambda: rotary.rotate(turned, positions, cos, sin), None, moved(turned.numel(), 2), "float32"
-    )
+    run = lambda: rotary.rotate(query, positions, cos, sin)  # noqa: E731
+    yield Case("rotate", rows, 0, run, None, moved(query.numel(), 2), "float32")
     key, value = torch.randn(2, rows, heads.kv, heads.dim, device=device)
     shape = (-(-rows // PAGE), heads.kv, PAGE, heads.dim)
     key_pages, value_pages = (torch.empty(shape, device=device, dtype=HALF) for _ in range(2))
-    run = lambda: kv_write.write_kv(key, value, key_pages, value_pages, positions)  # noqa: E731
-    yield Case("write KV", rows, 0, run, None, kv_write_cost(rows, heads, HALF.itemsize))
+    each = torch.rand(heads.dim, device=device).to(HALF)
+    cost = turn_and_write_cost(rows, heads, HALF.itemsize)
+    for name, of_heads in (("turn and write KV", None), ("turn and write KV, normed", each)):
+        norms, arrays = (of_heads, of_heads, EPS), (positions, cos, sin, key_pages, value_pages, positions)
+        yield Case(name, rows, 0, partial(rotary.turn_and_write, query, key, value, *norms, *arrays), None, cost)
+    half = rows // 2
+    sources, targets = positions[:half], positions[half : 2 * half]
+    run = lambda: rotary.move_kv(key_pages, value_pages, sources, targets, sources, targets, cos, sin)  # noqa: E731
+    yield Case("move KV", half, 0, run, None, move_kv_cost(half, heads, HALF.itemsize))
 
 
 def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:

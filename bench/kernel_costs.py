@@ -16,9 +16,10 @@ __all__ = [
     "attention_backward_cost",
     "attention_cost",
     "group_cost",
-    "kv_write_cost",
+    "move_kv_cost",
     "moved",
     "product_cost",
+    "turn_and_write_cost",
 ]
 
 FLOAT = 4  # bytes
@@ -64,9 +65,15 @@ def product_cost(rows: int, inputs: int, outputs: int, weight_bytes: int) -> Cos
     )
 
 
-def kv_write_cost(rows: int, heads: Heads, kv_bytes: int) -> Cost:
-    """Keys and values read as float32 and written as elements of `kv_bytes`."""
-    return Cost(0.0, float(2 * rows * heads.kv * heads.dim * (FLOAT + kv_bytes)))
+def turn_and_write_cost(rows: int, heads: Heads, kv_bytes: int) -> Cost:
+    """Queries turned, keys and values read as float32 and written as elements of `kv_bytes`, and a row's angles."""
+    elements = 2 * heads.query * FLOAT + 2 * heads.kv * (FLOAT + kv_bytes) + FLOAT
+    return Cost(0.0, float(rows * heads.dim * elements))
+
+
+def move_kv_cost(rows: int, heads: Heads, kv_bytes: int) -> Cost:
+    """Keys and values read and written as elements of `kv_bytes`, and the angles of two positions."""
+    return Cost(0.0, float(rows * heads.dim * (4 * heads.kv * kv_bytes + 2 * FLOAT)))
 
 
 def moved(elements: int, times: int) -> Cost:

@@ -18,7 +18,7 @@ from . import kv_rows
 
 if TYPE_CHECKING:
     from .draw import Draw, Drawn
-    from .ops import Spans
+    from .ops import Spans, Turn
     from .packed_weight import PackedWeight
 
 __all__ = ["Differentiable"]
@@ -61,27 +61,26 @@ class Differentiable:
             return _apply(_RmsNorm, self, x, weight, eps)
         return self._plain("rms_norm", x, weight, eps)
 
-    def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Differentiable in x."""
-        if _wants_gradient(x):
-            return _apply(_Rotate, self, x, positions, cos, sin)
-        return self._plain("rotate", x, positions, cos, sin)
-
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
-        spans: Spans, scale: float,
+        self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
+        slots: Tensor, spans: Spans, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Differentiable in query, key and value.
+        """Differentiable in query, key, value and both norms.
 
         The gradient passes through bfloat16 pages as if they did not round. Raises ValueError when a gradient is wanted
         and the pages have 8 bits, a span reads a slot that this batch does not write, or two rows write one slot.
         """
-        inputs = query, key, value, key_pages, value_pages, slots, spans, scale
-        if not _wants_gradient(query, key, value):
-            return self._plain("attend", *inputs)
+        heads, pages = (query, key, value), (key_pages, value_pages, slots, spans, scale)
+        norms = turn.query_norm, turn.key_norm
+        if not _wants_gradient(*heads, *norms):
+            return self._plain("attend", *heads, turn, *pages)
         if key_pages.dtype in kv_rows.ROUNDED:
             raise ValueError("attention over 8-bit pages has no gradient; train the model with float32 or bfloat16 KV")
-        return _apply(_Attend, self, *inputs)
+        return _apply(_Attend, self, *heads, *norms, turn, *pages)
+
+    def move_kv(self, *inputs: Any) -> None:
+        """What was carried has no gradient."""
+        self.kernels.move_kv(*inputs)
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:
         """Differentiable in gate and up."""
@@ -170,48 +169,45 @@ class _RmsNorm(Function):
         return None, of_x, of_weight.to(weight.dtype), None
 
 
-class _Rotate(Function):
-    @staticmethod
-    def forward(ctx: Any, ops: Differentiable, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(positions, cos, sin)
-        ctx.ops = ops
-        return ops._plain("rotate", x, positions, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        positions, cos, sin = ctx.saved_tensors
-        rows = torch.arange(len(positions), device=grad.device)
-        # The transpose of a turn is the turn back.
-        back = ctx.ops._plain("rotate", grad.contiguous(), rows, cos[positions], -sin[positions])
-        return None, back, None, None, None
-
-
 class _Attend(Function):
     @staticmethod
     def forward(
-        ctx: Any, ops: Differentiable, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor,
-        value_pages: Tensor, slots: Tensor, spans: Spans, scale: float,
+        ctx: Any, ops: Differentiable, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None,
+        key_norm: Tensor | None, turn: Turn, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
+        scale: float,
     ) -> Tensor:  # fmt: skip
         """Keys and values must all be of this batch, since each of their rows gets a gradient."""
         rows = _rows_by_position(slots, spans, key_pages)
-        ops.kernels.write_kv(key, value, key_pages, value_pages, slots)
-        out, stats = ops.kernels.attention_with_stats(query, key_pages, value_pages, spans, scale)
+        turned = ops.kernels.turn_and_write(query, key, value, turn, key_pages, value_pages, slots)
+        out, stats = ops.kernels.attention_with_stats(turned, key_pages, value_pages, spans, scale)
         # Keys and values as the pages hold them, but not the pages, which later steps may overwrite.
-        kept = (x.to(key_pages.dtype) for x in (key, value))
-        ctx.save_for_backward(query, *kept, spans.query_start, spans.kv_length, rows, stats, out)
-        ctx.ops, ctx.scale = ops, scale
+        page, offset = slots // key_pages.shape[2], slots % key_pages.shape[2]
+        kept = (pages[page, :, offset] for pages in (key_pages, value_pages))
+        norms = () if query_norm is None else (query, query_norm, key, key_norm)
+        arrays = turned, *kept, spans.query_start, spans.kv_length, rows, stats, out
+        ctx.save_for_backward(*arrays, turn.positions, turn.cos, turn.sin, *norms)
+        ctx.ops, ctx.scale, ctx.eps = ops, scale, turn.eps
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, query_start, kv_length, rows, stats, out = ctx.saved_tensors
-        grads = ctx.ops.gradients.attention_grads(
-            query.contiguous(), key.contiguous(), value.contiguous(), query_start, kv_length, rows, ctx.scale, stats,
+        turned, key, value, query_start, kv_length, rows, stats, out, positions, cos, sin, *norms = ctx.saved_tensors
+        of_query, of_key, of_value = ctx.ops.gradients.attention_grads(
+            turned.contiguous(), key.contiguous(), value.contiguous(), query_start, kv_length, rows, ctx.scale, stats,
             out, grad.contiguous(),
         )  # fmt: skip
-        return None, *grads, None, None, None, None, None
+        # The transpose of a turn is the turn back.
+        back = torch.arange(len(positions), device=grad.device), cos[positions], -sin[positions]
+        of_query, of_key = (ctx.ops.kernels.rotate(part, *back) for part in (of_query, of_key))
+        of_norms = None, None
+        if norms:
+            query, query_norm, key, key_norm = norms
+            norm_grads = ctx.ops.gradients.rms_norm_grads
+            of_query, of_query_norm = norm_grads(query, query_norm, ctx.eps, of_query)
+            of_key, of_key_norm = norm_grads(key, key_norm, ctx.eps, of_key)
+            of_norms = of_query_norm.to(query_norm.dtype), of_key_norm.to(key_norm.dtype)
+        return None, of_query, of_key, of_value, *of_norms, None, None, None, None, None, None
 
 
 def _rows_by_position(slots: Tensor, spans: Spans, pages: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from . import kv_rows
 from .draw import Drawn
+from .reference import move_kv
 
 if TYPE_CHECKING:
     from .draw import Draw
-    from .ops import Spans
+    from .ops import Spans, Turn
     from .packed_weight import PackedWeight
 
 try:
@@ -34,12 +35,14 @@ __all__ = [
     "linear",
     "log_sum_exp",
     "make_decoder",
+    "move_kv",
     "packed_argument",
     "paged_attention",
     "quantised_linear",
     "rms_norm",
     "rotate",
     "silu_product",
+    "turn_and_write",
     "unavailable",
     "use_huge_pages",
     "write_kv",
@@ -243,12 +246,21 @@ def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     )
 
 
+def turn_and_write(
+    query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor, slots: Tensor
+) -> Tensor:
+    """rms_norm, if any, and rotate of query and key, then write_kv: see there; -> the query that attends."""
+    kernels = rms_norm, rotate
+    write_kv(turn(key, turn.key_norm, kernels), value, key_pages, value_pages, slots)
+    return turn(query, turn.query_norm, kernels)
+
+
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
+    spans: Spans, scale: float,
 ) -> Tensor:  # fmt: skip
-    """write_kv, then paged_attention: see there."""
-    write_kv(key, value, key_pages, value_pages, slots)
+    """turn_and_write, then paged_attention: see there."""
+    query = turn_and_write(query, key, value, turn, key_pages, value_pages, slots)
     return paged_attention(query, key_pages, value_pages, spans, scale)
 
 

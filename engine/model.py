@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .model_config import ModelConfig
-from .ops import Ops, Spans
+from .ops import Ops, Spans, Turn
 from .rotary import rotary_tables
 
 if TYPE_CHECKING:
@@ -105,11 +105,12 @@ class Attention(nn.Module):
         query = self.q_proj(x).view(len(x), -1, head_dim)
         key = self.k_proj(x).view(len(x), -1, head_dim)
         value = self.v_proj(x).view(len(x), -1, head_dim)
+        turn = Turn(batch.positions, cos, sin)
         if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query = ops.rotate(query, batch.positions, cos, sin)
-        key = ops.rotate(key, batch.positions, cos, sin)
-        out = ops.attend(query, key, value, pages.key, pages.value, batch.slots, batch.spans, self.scale)
+            turn = replace(
+                turn, query_norm=self.q_norm.weight, key_norm=self.k_norm.weight, eps=self.config.rms_norm_eps
+            )
+        out = ops.attend(query, key, value, turn, pages.key, pages.value, batch.slots, batch.spans, self.scale)
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
 

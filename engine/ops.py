@@ -19,7 +19,7 @@ from .draw import Draw, Drawn
 from .errors import ConfigError
 from .packed_weight import PackedWeight
 
-__all__ = ["Attend", "Ops", "Spans", "on_gpu", "require_kinds", "select"]
+__all__ = ["Attend", "Ops", "Spans", "Turn", "on_gpu", "require_kinds", "select"]
 
 GPU_WEIGHTS = ("native", "int8", "fp8")
 FLOAT8_CAPABILITY = (8, 9)
@@ -39,6 +39,32 @@ class Spans:
     query_start: Tensor
     kv_length: Tensor
     pages: Tensor
+
+
+# The functions rms_norm and rotate of a backend.
+Kernels = tuple[Callable[[Tensor, Tensor, float], Tensor], Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What heads go through before they attend: the model's norm, if it has one, then the angle of their position.
+
+    positions: int64 [T]. cos, sin: float32 tables [window, head_dim / 2] of every position's angles.
+    query_norm, key_norm: [head_dim], of RMSNorm over each head; both or none. eps: of it.
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+
+    def __call__(self, heads: Tensor, weight: Tensor | None, kernels: Kernels) -> Tensor:
+        """[T, heads, head_dim], normed and turned by kernels that do one or the other. weight: one of the norms."""
+        rms_norm, rotate = kernels
+        heads = heads if weight is None else rms_norm(heads, weight, self.eps)
+        return rotate(heads, self.positions, self.cos, self.sin)
 
 
 # The attending half of Ops.attend: query, key pages, value pages, spans, scale.
@@ -83,25 +109,28 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., n], [n] -> x / sqrt(mean(x^2) + eps) * weight over the last axis (RMSNorm, arXiv 1910.07467, eq. 4)."""
 
-    def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, heads, head_dim], int64 [T], tables [window, head_dim / 2] -> x turned by its position's angles.
-
-        Halves are paired as (i, i + head_dim / 2) (RoFormer, arXiv 2104.09864, eq. 34, in the layout of Llama
-        checkpoints).
-        """
-
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
-        spans: Spans, scale: float,
+        self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
+        slots: Tensor, spans: Spans, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Write the rows' keys and values to their slots, then attend over the spans' pages.
+        """Norm and turn queries and keys, write the rows' keys and values to their slots, attend over the spans' pages.
 
         query [T, heads, head_dim], key and value [T, kv_heads, head_dim], pages [pages, kv_heads, page_size, columns]
-        twice, slots int64 [T] -> [T, heads, head_dim]. slot = page * page_size + offset; writing casts to the pages'
-        dtype, or rounds to int8 or e4m3 (kv_rows.py says how and what `columns` is).
+        twice, slots int64 [T] -> [T, heads, head_dim]. Halves of a head are paired as (i, i + head_dim / 2) (RoFormer,
+        arXiv 2104.09864, eq. 34, in the layout of Llama checkpoints). slot = page * page_size + offset; writing casts
+        to the pages' dtype, or rounds to int8 or e4m3 (kv_rows.py says how and what `columns` is).
         softmax(scale q k^T) v (arXiv 1706.03762, eq. 1), causal; query head h reads kv head
         h // (heads / kv_heads). With gradients, spans may read only slots that this batch writes, and 8 bits
         are refused.
+        """
+
+    def move_kv(
+        self, key_pages: Tensor, value_pages: Tensor, sources: Tensor, targets: Tensor, old: Tensor, new: Tensor,
+        cos: Tensor, sin: Tensor,
+    ) -> None:  # fmt: skip
+        """Copy KV between slots of one layer, keys as they are at their new positions (rotary.turn_keys).
+
+        sources, targets: int64 [N], no slot in both. old, new: int64 [N], positions. Not for pages of 8 bits.
         """
 
     def silu_product(self, gate: Tensor, up: Tensor) -> Tensor:

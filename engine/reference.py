@@ -11,10 +11,11 @@ from torch import Tensor
 
 from . import kv_rows
 from .draw import draw_rows
+from .rotary import turn_keys
 
 if TYPE_CHECKING:
     from .draw import Draw, Drawn
-    from .ops import Spans
+    from .ops import Spans, Turn
     from .packed_weight import PackedWeight
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "linear_input_grad",
     "linear_weight_grad",
     "log_sum_exp",
+    "move_kv",
     "paged_attention",
     "quantised_linear",
     "rms_norm",
@@ -91,11 +93,24 @@ def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     value_pages[page, :, offset] = kv_rows.pack(value, value_pages.dtype)
 
 
+def move_kv(
+    key_pages: Tensor, value_pages: Tensor, sources: Tensor, targets: Tensor, old: Tensor, new: Tensor, cos: Tensor,
+    sin: Tensor,
+) -> None:  # fmt: skip
+    """See ops.Ops.move_kv."""
+    page_size = key_pages.shape[2]
+    source, target = ((slots // page_size, slice(None), slots % page_size) for slots in (sources, targets))
+    key_pages[target] = turn_keys(key_pages[source], old, new, cos, sin)
+    value_pages[target] = value_pages[source]
+
+
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor, spans: Spans,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
+    spans: Spans, scale: float,
 ) -> Tensor:  # fmt: skip
     """See ops.Ops.attend."""
+    kernels = rms_norm, rotate
+    query, key = turn(query, turn.query_norm, kernels), turn(key, turn.key_norm, kernels)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if wants_gradient and key_pages.dtype in kv_rows.ROUNDED:
         raise ValueError("attention over 8-bit pages has no gradient; train the model with float32 or bfloat16 KV")

@@ -20,7 +20,6 @@ from .lora import adapters
 from .memory import available_bytes, explained
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
-from .rotary import turn_keys
 from .run import HEAD_TILE, Rounds, Run
 from .sampler import prompt_logprobs, sample
 from .step import KVMove, Span, SpanResult, Step
@@ -142,13 +141,12 @@ class Runner:
     def _move(self, move: KVMove, source_pages: Tensor, target_pages: Tensor) -> None:
         """Copy KV to other positions, each key turned once from what the model made of it."""
         old, new = (torch.arange(at, at + move.length, device=self.device) for at in (move.source, move.target))
-        source, target = (
-            (pages[at // self.page_size], slice(None), at % self.page_size)
+        sources, targets = (
+            pages[at // self.page_size].long() * self.page_size + at % self.page_size
             for pages, at in ((source_pages, old), (target_pages, new))
         )
         for layer in self.pages:
-            layer.key[target] = turn_keys(layer.key[source], old, new, self.model.cos, self.model.sin)
-            layer.value[target] = layer.value[source]
+            self.model.ops.move_kv(layer.key, layer.value, sources, targets, old, new, self.model.cos, self.model.sin)
 
     def _score(self, hidden: Tensor, span: Span, end: int, given: Iterator[Tensor]) -> list[float]:
         """Log-probabilities that the span's rows owe for prompt tokens, a tile of rows at a time. end: of its rows."""

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..triton_kernels import activation, attention, kv_write, norm, rotary, sampling, vocabulary
+from ..triton_kernels import activation, attention, norm, rotary, sampling, vocabulary
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
-from . import cuda, kv_rows, reference
+from . import cuda
 from .draw import drawn
 from .draw_table import DrawTable
 from .errors import ConfigError
@@ -23,7 +23,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from ..triton_kernels.attention import SharedPrefix
     from .draw import Draw, Drawn
-    from .ops import Attend, Spans
+    from .ops import Attend, Spans, Turn
     from .packed_weight import PackedWeight
 
 __all__ = ["TritonKernels", "device"]
@@ -112,18 +112,27 @@ class TritonKernels:
     def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotary.rotate(x, positions, cos, sin)
 
-    def write_kv(self, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-        if key_pages.dtype in kv_rows.ROUNDED:
-            reference.write_kv(key, value, key_pages, value_pages, slots)
-        else:
-            kv_write.write_kv(key, value, key_pages, value_pages, slots)
+    def turn_and_write(
+        self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return rotary.turn_and_write(
+            query, key, value, turn.query_norm, turn.key_norm, turn.eps, turn.positions, turn.cos, turn.sin, key_pages,
+            value_pages, slots,
+        )  # fmt: skip
+
+    def move_kv(
+        self, key_pages: Tensor, value_pages: Tensor, sources: Tensor, targets: Tensor, old: Tensor, new: Tensor,
+        cos: Tensor, sin: Tensor,
+    ) -> None:  # fmt: skip
+        rotary.move_kv(key_pages, value_pages, sources, targets, old, new, cos, sin)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor,
-        spans: Spans, scale: float,
+        self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
+        slots: Tensor, spans: Spans, scale: float,
     ) -> Tensor:  # fmt: skip
         """See ops.Ops.attend."""
-        self.write_kv(key, value, key_pages, value_pages, slots)
+        query = self.turn_and_write(query, key, value, turn, key_pages, value_pages, slots)
         if self._attend is not None:
             return self._attend(query, key_pages, value_pages, spans, scale)
         few_rows = len(query) < FEW_ROWS * len(spans.kv_length)

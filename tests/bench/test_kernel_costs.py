@@ -6,9 +6,10 @@ from palimpsest.bench.kernel_costs import (
     attention_backward_cost,
     attention_cost,
     group_cost,
-    kv_write_cost,
+    move_kv_cost,
     moved,
     product_cost,
+    turn_and_write_cost,
 )
 
 HEADS = Heads(query=6, kv=2, dim=8)
@@ -44,4 +45,9 @@ def test_a_decode_step_of_qwen2_5_7b_reads_12_megabytes_of_kv_a_layer():
     cost = attention_cost([(1, 6144)], Heads(28, 4, 128), kv_bytes=2)
     assert cost.bytes == pytest.approx(12.6e6, rel=0.01)
     assert moved(1000, 3).bytes == 12_000
-    assert kv_write_cost(10, HEADS, kv_bytes=2).bytes == 10 * 2 * 2 * 8 * (4 + 2)
+
+
+def test_each_number_that_is_put_into_pages_or_moved_counts_once():
+    written = 6 * 8 * (4 + 4) + 2 * 2 * 8 * (4 + 2) + 2 * 4 * 4  # queries, keys and values, cosines and sines
+    assert turn_and_write_cost(10, HEADS, kv_bytes=2).bytes == 10 * written
+    assert move_kv_cost(10, HEADS, kv_bytes=2).bytes == 10 * (2 * 2 * 8 * (2 + 2) + 2 * 2 * 4 * 4)

@@ -11,7 +11,7 @@ import torch
 from palimpsest.engine import checkpoint, cpu, cpu_backward, kv_rows, reference
 from palimpsest.engine.autograd import Differentiable
 from palimpsest.engine.model import Batch, Decoder, KVPages
-from palimpsest.engine.ops import Ops, Spans, select
+from palimpsest.engine.ops import Ops, Spans, Turn, select
 from palimpsest.engine.quant import quantise_weight
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
 from palimpsest.tests.tiny_models import make_model_folder
@@ -153,12 +153,16 @@ SPANS = Spans(
     torch.tensor([[1, 2], [1, 0]], dtype=torch.int32),
 )  # the second span goes on from the first page of the first
 SLOTS = torch.tensor([3, 4, 5, 0, 1])
+POSITIONS = torch.tensor([4, 0, 2, 1, 1])
+TABLES = (torch.randn(5, 2), torch.randn(5, 2))
+UNTURNED = Turn(POSITIONS, torch.ones(5, 2), torch.zeros(5, 2))
 
 
 def attend_with(ops: Any, kv_dtype: torch.dtype) -> Callable[..., Tensor]:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *norms: Tensor) -> Tensor:
         pages = [torch.zeros(4, 1, 3, 4, dtype=kv_dtype) for _ in range(2)]
-        result: Tensor = ops.attend(query, key, value, *pages, SLOTS, SPANS, 0.5)
+        turn = Turn(POSITIONS, *TABLES, *norms, eps=1e-5)
+        result: Tensor = ops.attend(query, key, value, turn, *pages, SLOTS, SPANS, 0.5)
         return result
 
     return attend
@@ -171,24 +175,22 @@ def test_8_bit_pages_have_no_gradient(ops: Any, dtype: torch.dtype) -> None:
     pages = [torch.zeros(4, 1, 3, kv_rows.columns(4, dtype), dtype=dtype) for _ in range(2)]
     inputs = attention_inputs(torch.float32)
     with pytest.raises(ValueError, match="8-bit pages has no gradient"):
-        ops.attend(*inputs, *pages, SLOTS, SPANS, 0.5)
+        ops.attend(*inputs, UNTURNED, *pages, SLOTS, SPANS, 0.5)
     with torch.no_grad():
-        assert ops.attend(*inputs, *pages, SLOTS, SPANS, 0.5).isfinite().all()
+        assert ops.attend(*inputs, UNTURNED, *pages, SLOTS, SPANS, 0.5).isfinite().all()
 
 
 def attention_inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(5, heads, 4, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)]
 
 
-POSITIONS = torch.tensor([4, 0, 2])
-TABLES = (torch.randn(5, 4), torch.randn(5, 4))
 IDS = torch.tensor([3, 1, 3])
 CASES: dict[str, tuple[Callable[[Ops], Callable[..., Tensor]], list[tuple[int, ...]]]] = {
     "embedding": (lambda ops: lambda w: ops.embedding(IDS, w, torch.float32), [(5, 7)]),
     "linear": (lambda ops: ops.linear, [(4, 9), (5, 9), (5,)]),
     "rms_norm": (lambda ops: lambda x, w: ops.rms_norm(x, w, 1e-5), [(4, 3, 9), (9,)]),
-    "rotate": (lambda ops: lambda x: ops.rotate(x, POSITIONS, *TABLES), [(3, 2, 8)]),
     "attend": (lambda ops: attend_with(ops, torch.float32), [(5, 2, 4), (5, 1, 4), (5, 1, 4)]),
+    "attend, normed": (lambda ops: attend_with(ops, torch.float32), [(5, 2, 4), (5, 1, 4), (5, 1, 4), (4,), (4,)]),
     "silu_product": (lambda ops: ops.silu_product, [(3, 20), (3, 20)]),
     "log_sum_exp": (lambda ops: ops.log_sum_exp, [(3, 20)]),
 }
@@ -211,7 +213,7 @@ def test_the_reference_path_is_differentiable() -> None:
     assert torch.autograd.gradcheck(attend_with(reference, torch.float64), inputs, fast_mode=True)
     query, key, value = (x.detach() for x in inputs)
     pages = [torch.zeros(4, 1, 3, 4, dtype=torch.float64) for _ in range(2)]
-    reference.attend(query, key.requires_grad_(), value, *pages, SLOTS, SPANS, 0.5)
+    reference.attend(query, key.requires_grad_(), value, UNTURNED, *pages, SLOTS, SPANS, 0.5)
     assert torch.equal(pages[0].view(-1, 4)[SLOTS], key.detach()[:, 0])  # the caller's pages are written, too
 
 
@@ -233,11 +235,11 @@ def test_keys_of_an_earlier_step_are_refused() -> None:
     pages = [torch.zeros(4, 1, 3, 4) for _ in range(2)]
     with pytest.raises(ValueError, match="3 of the keys that spans read come from an earlier step"):
         KERNELS.attend(
-            query[3:], key[3:], value[3:], *pages, SLOTS[3:],
+            query[3:], key[3:], value[3:], UNTURNED, *pages, SLOTS[3:],
             Spans(torch.tensor([0, 2], dtype=torch.int32), SPANS.kv_length[1:], SPANS.pages[1:]), 0.5,
         )  # fmt: skip
     with pytest.raises(ValueError, match="two rows of the batch write one slot"):
-        KERNELS.attend(query, key, value, *pages, SLOTS * 0 + 3, SPANS, 0.5)
+        KERNELS.attend(query, key, value, UNTURNED, *pages, SLOTS * 0 + 3, SPANS, 0.5)
 
 
 def test_quantised_layers_are_refused() -> None:
@@ -251,7 +253,7 @@ def test_quantised_layers_are_refused() -> None:
 def test_pages_may_be_used_again_before_the_backward_pass() -> None:
     inputs = attention_inputs(torch.float32)
     pages = [torch.zeros(4, 1, 3, 4) for _ in range(2)]
-    result = KERNELS.attend(*inputs, *pages, SLOTS, SPANS, 0.5)
+    result = KERNELS.attend(*inputs, UNTURNED, *pages, SLOTS, SPANS, 0.5)
     expected = torch.autograd.grad(result.sum(), inputs, retain_graph=True)
     for x in pages:
         x.fill_(torch.nan)

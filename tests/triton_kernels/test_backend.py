@@ -13,7 +13,7 @@ from palimpsest import AgentConfig, ConfigError, Engine, EngineConfig, MemoryAge
 from palimpsest.engine import checkpoint, cuda, kv_rows, reference, triton_ops
 from palimpsest.engine.acceptance import Acceptance
 from palimpsest.engine.draft import Drafter
-from palimpsest.engine.ops import select
+from palimpsest.engine.ops import Turn, select
 from palimpsest.engine.quant import replace_weights
 from palimpsest.engine.runner import page_bytes
 from palimpsest.engine.scaled_weight import ScaledWeight
@@ -207,11 +207,12 @@ def test_the_gpu_s_own_decode_leaves_to_the_group_what_it_shares(
     monkeypatch.setattr(cuda, "paged_decode_partials", partials)
     key = value = torch.randn(2, 2, 64, device=device)
     slots = case.spans.pages[:, 8].long() * 8 + 5
+    turn = Turn(torch.zeros(2, dtype=torch.int64, device=device), *torch.randn(2, 1, 32, device=device))
     for tile, calls in ((64, 1), (128, 0)):
         skipped.clear()
         monkeypatch.setattr(cuda, "decode_tile", lambda tile=tile: tile)
         ops = triton_ops.TritonKernels()
-        ops.attend(case.query, key, value, case.key, case.value, slots, case.spans, case.scale)
+        ops.attend(case.query, key, value, turn, case.key, case.value, slots, case.spans, case.scale)
         assert skipped == [[1, 1]] * calls
 
 

@@ -1,4 +1,4 @@
-"""Norm, rotation and SiLU product against their twins, over odd sizes, single and no rows, and strided inputs."""
+"""Norm and SiLU product against their twins, over odd sizes, single and no rows, and strided inputs."""
 
 from __future__ import annotations
 
@@ -59,22 +59,3 @@ def test_silu_product_and_its_gradient(device: torch.device, rows: int) -> None:
         silu_product_backward(grad, gate, up), twin(torch.float32), twin(torch.float64), strict=True
     ):
         judge(kernel, plain, exact)
-
-
-def angles(window: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    turns = torch.rand(window, head_dim // 2, device=device) * 6
-    return turns.cos(), turns.sin()
-
-
-@ROWS
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_rotate(device: torch.device, rows: int, head_dim: int) -> None:
-    from palimpsest.triton_kernels.rotary import rotate
-
-    x = torch.randn(rows, 5, head_dim, device=device)[:, :3]
-    positions = torch.randint(0, 50, (rows,), device=device)
-    cos, sin = angles(50, head_dim, device)
-    exact = reference.rotate(x.double(), positions, cos, sin)
-    judge(rotate(x, positions, cos, sin), reference.rotate(x, positions, cos, sin), exact)
-    turned_back = rotate(rotate(x, positions, cos, sin), positions, cos, -sin)
-    assert torch.allclose(turned_back, x, atol=1e-5)

@@ -79,21 +79,6 @@ def test_shared_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shared_bytes(torch.device("cuda", 100 + index)) == size * 1024
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 80])
-def test_write_kv_rounds_as_torch_does(device: torch.device, dtype: torch.dtype, dim: int) -> None:
-    from palimpsest.triton_kernels.kv_write import write_kv
-
-    rows = torch.randn(5, 6, dim, device=device)
-    key, value = rows[:, :2], rows[:, 3:5]
-    ours, plain = ([torch.full((3, 2, 4, dim), 7.0, device=device).to(dtype) for _ in range(2)] for _ in range(2))
-    slots = torch.tensor([9, 3, 0, 11, 6], device=device)
-    for write, pages in ((write_kv, ours), (reference.write_kv, plain)):
-        write(key, value, *pages, slots)
-        write(key[:0], value[:0], *pages, slots[:0])
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
-
-
 def _require_float8(device: torch.device, dtype: torch.dtype) -> None:
     if dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no e4m3")
