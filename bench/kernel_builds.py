@@ -140,12 +140,14 @@ def _elementwise(shape: Shape) -> Iterator[Build]:
     from ..triton_kernels.tuning import next_power_of_2, row_warps
 
     width, half = next_power_of_2(shape.hidden), shape.head_dim // 2
-    types = _types({"x out": "fp32", "weight": "bf16"}, "columns", "eps", "row_stride")
-    yield Build("norm", norm.norm_kernel, types, {"BLOCK": width}, row_warps(width), 3)
-    types = _types({"grad x grad_x scales": "fp32", "weight": "bf16"}, "columns", "eps")
-    yield Build("norm backward", norm.norm_backward_kernel, types, {"BLOCK": width}, row_warps(width), 3)
-    types = _types({"grad x scales sums": "fp32"}, "rows columns")
-    constants: dict[str, Any] = {"ROWS": norm.BACKWARD_ROWS, "COLUMNS": norm.BACKWARD_COLUMNS}
+    forward = _types({"x added total out": "fp32", "weight": "bf16"}, "", "eps", "row_stride added_stride columns")
+    backward = _types({"grad x grad_total grad_x scales": "fp32", "weight": "bf16"}, "", "eps", "columns")
+    for name, added in (("norm", False), ("add and norm", True)):
+        constants: dict[str, Any] = {"BLOCK": width, "ADDED": added}
+        yield Build(name, norm.norm_kernel, forward, constants, row_warps(width), 3)
+        yield Build(f"{name} backward", norm.norm_backward_kernel, backward, constants, row_warps(width), 3)
+    types = _types({"grad x scales sums": "fp32"}, "rows", aligned="columns")
+    constants = {"ROWS": norm.BACKWARD_ROWS, "COLUMNS": norm.BACKWARD_COLUMNS}
     yield Build("norm backward weight", norm.weight_gradient_kernel, types, constants, 4, 3)
     types = _types({"gate up out": "fp32"}, "columns", aligned="gate_stride up_stride")
     yield Build("silu product", activation.silu_product_kernel, types, {"BLOCK": activation.BLOCK}, 4, 3)

@@ -253,8 +253,13 @@ def _elementwise(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     full = weight.float()
     run: Callable[[], object] = lambda: norm.rms_norm(x, weight, EPS)  # noqa: E731
     yield Case("norm", rows, 0, run, lambda: F.rms_norm(x, (hidden,), full, EPS), moved(x.numel(), 2), "float32")
+    run = lambda: norm.add_rms_norm(x, grad, weight, EPS)  # noqa: E731
+    apart = lambda: F.rms_norm(x + grad, (hidden,), full, EPS)  # noqa: E731
+    yield Case("add and norm", rows, 0, run, apart, moved(x.numel(), 4), "float32")
     run = lambda: norm.rms_norm_backward(grad, x, weight, EPS)  # noqa: E731
     yield Case("norm backward", rows, 0, run, None, moved(x.numel(), 3), "float32")
+    run = lambda: norm.rms_norm_backward(grad, x, weight, EPS, x)  # noqa: E731
+    yield Case("add and norm backward", rows, 0, run, None, moved(x.numel(), 4), "float32")
     gate, up, grad = (torch.randn(rows, sizes.mlp, device=device) for _ in range(3))
     run = lambda: activation.silu_product(gate, up)  # noqa: E731
     yield Case("silu product", rows, 0, run, lambda: F.silu(gate) * up, moved(gate.numel(), 3), "float32")

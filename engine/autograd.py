@@ -61,6 +61,16 @@ class Differentiable:
             return _apply(_RmsNorm, self, x, weight, eps)
         return self._plain("rms_norm", x, weight, eps)
 
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Differentiable in x, added and weight."""
+        wanted = _wants_gradient(x, added, weight)
+        total, normed = (
+            _AddRmsNorm.apply(self, x, added, weight, eps)  # type: ignore[no-untyped-call]
+            if wanted
+            else self.kernels.add_rms_norm(x, added, weight, eps)
+        )
+        return total, normed
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
         slots: Tensor, spans: Spans, scale: float,
@@ -167,6 +177,24 @@ class _RmsNorm(Function):
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.ops.gradients.rms_norm_grads(x, weight, ctx.eps, grad)
         return None, of_x, of_weight.to(weight.dtype), None
+
+
+class _AddRmsNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ops: Differentiable, x: Tensor, added: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total, normed = ops.kernels.add_rms_norm(x, added, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.ops, ctx.eps = ops, eps
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        of_sum, of_weight = ctx.ops.gradients.add_rms_norm_grads(total, weight, ctx.eps, grad_total, grad)
+        return None, of_sum, of_sum, of_weight.to(weight.dtype), None
 
 
 class _Attend(Function):

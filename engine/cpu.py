@@ -29,6 +29,7 @@ else:
     _kernels = _C.CpuKernels("best")
 
 __all__ = [
+    "add_rms_norm",
     "attend",
     "draw",
     "embedding",
@@ -110,6 +111,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         *(rows.shape[0], n, rows.stride(0), eps),
     )
     return out
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + added, and its rms_norm: see there."""
+    total = x + added
+    return total, rms_norm(total, weight, eps)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from . import cpu
 from .cpu import _check, _is_parameter, _is_rows
 
 __all__ = [
+    "add_rms_norm_grads",
     "attention_grads",
     "column_sums",
     "embedding_grad",
@@ -67,6 +68,14 @@ def rms_norm_grads(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple
     normed, towards = x * scale, grad * weight.float()
     x_grad = scale * (towards - normed * (towards * normed).mean(dim=-1, keepdim=True))
     return x_grad, column_sums((grad * normed).reshape(-1, len(weight)))
+
+
+def add_rms_norm_grads(
+    total: Tensor, weight: Tensor, eps: float, grad_total: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """total, grad_total, grad: float32 [T, n] -> the gradients of either summand [T, n] and of weight [n]."""
+    of_sum, of_weight = rms_norm_grads(total, weight, eps, grad)
+    return of_sum.add_(grad_total), of_weight
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -69,6 +69,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + added (None: nothing), and its norm."""
+        return (x, self(x)) if added is None else self.ops.add_rms_norm(x, added, self.weight, self.eps)
+
 
 class Linear(nn.Module):
     """y = x W^T (+ b). What changes a finished model from outside (quantised weights, adapters) replaces these."""
@@ -140,10 +144,13 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps, ops)
 
-    def forward(self, x: Tensor, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), batch, pages, cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(
+        self, x: Tensor, added: Tensor | None, batch: Batch, pages: KVPages, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, hidden] comes as a sum, x + added, and leaves so: each sum is made with its norm."""
+        x, normed = self.input_layernorm.of_sum(x, added)
+        x, normed = self.post_attention_layernorm.of_sum(x, self.self_attn(normed, batch, pages, cos, sin))
+        return x, self.mlp(normed)
 
 
 class Stack(nn.Module):
@@ -240,15 +247,18 @@ class Decoder(nn.Module):
         checkpointing, arXiv 1604.06174).
         """
         x = self.ops.embedding(batch.ids, self.model.embed_tokens.weight, self.activation_dtype)
+        added: Tensor | None = None
         for layer, layer_pages in zip(self.layers, pages, strict=True):
-            inputs = (x, batch, layer_pages, self.cos, self.sin)
-            x = (
-                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-                if recompute
-                else layer(*inputs)
-            )
-        hidden: Tensor = self.model.norm(x if batch.wanted_start is None else x[batch.wanted_rows])
-        return hidden
+            inputs = (batch, layer_pages, self.cos, self.sin)
+            if recompute:
+                x = x if added is None else x + added  # one tensor to keep
+                x, added = checkpoint(layer, x, None, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, added = layer(x, added, *inputs)
+        if batch.wanted_start is not None:
+            rows = batch.wanted_rows
+            x, added = x[rows], None if added is None else added[rows]
+        return self.model.norm.of_sum(x, added)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary] in the activations' type."""

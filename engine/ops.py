@@ -109,6 +109,9 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., n], [n] -> x / sqrt(mean(x^2) + eps) * weight over the last axis (RMSNorm, arXiv 1910.07467, eq. 4)."""
 
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """[T, n] twice, [n] -> x + added, and its rms_norm: the residual stream and what the next sublayer reads."""
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
         slots: Tensor, spans: Spans, scale: float,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .packed_weight import PackedWeight
 
 __all__ = [
+    "add_rms_norm",
     "attend",
     "draw",
     "embedding",
@@ -78,6 +79,11 @@ def scaled_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     return x * scale * weight.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + added
+    return total, rms_norm(total, weight, eps)
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

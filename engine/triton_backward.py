@@ -14,6 +14,7 @@ from ..triton_kernels.token_scores import token_scores, token_scores_grad
 from .reference import linear_input_grad
 
 __all__ = [
+    "add_rms_norm_grads",
     "attention_grads",
     "column_sums",
     "embedding_grad",
@@ -44,6 +45,12 @@ def rms_norm_grads(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple
     n = len(weight)
     of_x, of_weight = norm.rms_norm_backward(grad.reshape(-1, n), x.reshape(-1, n), weight, eps)
     return of_x.view(x.shape), of_weight
+
+
+def add_rms_norm_grads(
+    total: Tensor, weight: Tensor, eps: float, grad_total: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    return norm.rms_norm_backward(grad, total, weight, eps, grad_total)
 
 
 def silu_product_grads(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

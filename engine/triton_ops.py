@@ -109,6 +109,9 @@ class TritonKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
 
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(x, added, weight, eps)
+
     def rotate(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotary.rotate(x, positions, cos, sin)
 

@@ -189,6 +189,7 @@ CASES: dict[str, tuple[Callable[[Ops], Callable[..., Tensor]], list[tuple[int, .
     "embedding": (lambda ops: lambda w: ops.embedding(IDS, w, torch.float32), [(5, 7)]),
     "linear": (lambda ops: ops.linear, [(4, 9), (5, 9), (5,)]),
     "rms_norm": (lambda ops: lambda x, w: ops.rms_norm(x, w, 1e-5), [(4, 3, 9), (9,)]),
+    "add_rms_norm": (lambda ops: lambda *xw: torch.stack(ops.add_rms_norm(*xw, 1e-5)), [(4, 9), (4, 9), (9,)]),
     "attend": (lambda ops: attend_with(ops, torch.float32), [(5, 2, 4), (5, 1, 4), (5, 1, 4)]),
     "attend, normed": (lambda ops: attend_with(ops, torch.float32), [(5, 2, 4), (5, 1, 4), (5, 1, 4), (4,), (4,)]),
     "silu_product": (lambda ops: ops.silu_product, [(3, 20), (3, 20)]),

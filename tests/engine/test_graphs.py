@@ -55,7 +55,10 @@ class Tape(TorchDispatchMode):
 
         def replay() -> Tensor:
             for func, args, kwargs, result in self.calls:
-                result.copy_(func(*args, **kwargs))
+                again = func(*args, **kwargs)
+                pairs = [(result, again)] if isinstance(result, Tensor) else zip(result, again, strict=True)
+                for old, new in pairs:
+                    old.copy_(new)
             return out
 
         return replay

@@ -26,18 +26,34 @@ def test_rms_norm(device: torch.device, rows: int, columns: int) -> None:
     judge(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), exact)
 
 
+@ROWS
+def test_add_rms_norm(device: torch.device, rows: int) -> None:
+    from palimpsest.triton_kernels.norm import add_rms_norm
+
+    x, added = torch.randn(2, rows, 132, device=device)[:, :, :129]  # rows are not neighbours
+    weight = torch.randn(129, device=device).bfloat16()
+    total, normed = add_rms_norm(x, added, weight, 1e-5)
+    assert torch.equal(total, x + added)
+    judge(normed, reference.rms_norm(total, weight, 1e-5), reference.rms_norm(total.double(), weight, 1e-5))
+
+
+@pytest.mark.parametrize("of_sum", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 40])
-def test_rms_norm_backward(device: torch.device, rows: int) -> None:
+def test_rms_norm_backward(device: torch.device, rows: int, of_sum: bool) -> None:
     from palimpsest.triton_kernels.norm import rms_norm_backward
 
-    x, grad, weight = (torch.randn(*shape, device=device) for shape in ((rows, 33), (rows, 33), (33,)))
+    x, grad, extra, weight = (torch.randn(*shape, device=device) for shape in (*[(rows, 33)] * 3, (33,)))
 
     def twin(dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weight)]
-        return torch.autograd.grad(reference.rms_norm(*inputs, 1e-5), inputs, grad.to(dtype))
+        of_x, of_weight = torch.autograd.grad(reference.rms_norm(*inputs, 1e-5), inputs, grad.to(dtype))
+        return of_x + extra.to(dtype) if of_sum else of_x, of_weight
 
     for kernel, plain, exact in zip(
-        rms_norm_backward(grad, x, weight, 1e-5), twin(torch.float32), twin(torch.float64), strict=True
+        rms_norm_backward(grad, x, weight, 1e-5, extra if of_sum else None),
+        twin(torch.float32),
+        twin(torch.float64),
+        strict=True,
     ):
         judge(kernel, plain, exact)
 
