@@ -231,6 +231,12 @@ class Engine:
                 f"this engine's weights are quantised (weights={self.config.weights!r}) and cannot be changed; "
                 "make the engine with weights='native' to train"
             )
+        with self.exchange():
+            yield
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """As `update`, for an engine with quantised weights too, whose weights others take the place of."""
         self._require_weights("begin another update")
         if self.scheduler.unfinished:
             live = len(self.scheduler.running) + len(self.scheduler.waiting)

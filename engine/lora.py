@@ -22,7 +22,8 @@ from .config import _require, _require_int, _require_number, _tuple
 from .errors import CheckpointError, ConfigError
 from .model import Decoder, Linear
 from .model_config import parameter_shapes
-from .tensor_files import read_header
+from .quant import QuantisedLinear, ScaledLinear, refill
+from .tensor_files import find_tensors, read_header
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -120,6 +121,7 @@ def add(engine: Engine, config: LoraConfig) -> None:
     shapes = parameter_shapes(model.whole_config)
     with engine.update():
         for path, module in _targets(model, config):
+            assert isinstance(module, Linear), "an update is of native weights"
             # Drawn for the whole layer on every rank that has a part of it, so that all draw the same.
             first = _first(config.rank, shapes[f"{path}.weight"][1], model.activation_dtype, generator)
             if model.parallel is not None:
@@ -128,9 +130,10 @@ def add(engine: Engine, config: LoraConfig) -> None:
             setattr(model.get_submodule(parent), name, LoraLinear(module, config, first))
 
 
-def _targets(model: Decoder, config: LoraConfig) -> list[tuple[str, Linear]]:
+def _targets(model: Decoder, config: LoraConfig) -> list[tuple[str, Linear | QuantisedLinear | ScaledLinear]]:
     """The layers that get an adapter, by name, in the order of the forward pass."""
-    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    kinds = (Linear, QuantisedLinear, ScaledLinear)
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
     return [(path, module) for path, module in linears if path.rpartition(".")[2] in config.targets]
 
 
@@ -201,27 +204,33 @@ def load(engine: Engine, folder: str | Path) -> None:
 
 
 def merge(engine: Engine, folder: str | Path) -> None:
-    """Add the adapters of a PEFT folder to an engine's weights: W + (alpha / rank) B A, in float64, rounded once.
+    """Add the adapters of a PEFT folder to an engine's weights: W + (alpha / rank) B A, in float64, rounded once to the
+    engine's dtype. Quantised weights are made anew: those of the checkpoint, merged in that way, then quantised.
 
-    The model keeps no adapter and decodes as fast as before. Raises as `load` does, and ConfigError for an engine whose
-    weights are quantised or split over ranks.
+    The model keeps no adapter and decodes as fast as before. Raises as `load` does, and ConfigError for an engine with
+    weights="file" or weights that are split over ranks.
     """
-    model = engine.model
-    if engine.config.weights != "native" or model.parallel is not None:
+    model, kind = engine.model, engine.config.weights
+    if kind == "file" or model.parallel is not None:
         raise ConfigError(
-            f"adapters are merged into whole weights; this engine has weights={engine.config.weights!r} over "
-            f"{1 if model.parallel is None else model.parallel.size} ranks; use weights='native' on one rank"
+            f"adapters are merged into whole weights; this engine has weights={kind!r} over "
+            f"{1 if model.parallel is None else model.parallel.size} ranks; use another kind of weights on one rank"
         )
     place = Path(folder)
     config = _read_config(place)
     tensors = _read_all(place, _shapes(model, config))
     if adapters(model):
         raise ConfigError("this engine's model has LoRA adapters already; make another engine to merge others")
-    with engine.update(), torch.no_grad():
+    stored = {} if kind == "native" else find_tensors(engine.tokenizer_folder)
+    with engine.exchange(), torch.no_grad():
         for path, layer in _targets(model, config):
             first, second = (tensors[f"{PREFIX}{path}.{part}.weight"] for part in MATRICES)
             change = (config.alpha / config.rank) * (second @ first)
-            layer.weight.copy_(layer.weight.double() + change.to(layer.weight.device))
+            if isinstance(layer, Linear):
+                layer.weight.copy_(layer.weight.double() + change.to(layer.weight.device))
+            else:
+                weight = stored[f"{path}.weight"].read(getattr(torch, engine.config.dtype))
+                refill(layer, (weight.double() + change).to(weight.dtype), kind)
 
 
 def restore(model: Decoder, folder: str | Path) -> None:

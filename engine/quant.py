@@ -30,6 +30,7 @@ __all__ = [
     "packed_kind",
     "quantise",
     "quantise_weight",
+    "refill",
     "replace_weights",
     "round_weight",
 ]
@@ -113,6 +114,17 @@ def replace_weights(model: Decoder, packed: Mapping[str, PackedWeight | ScaledWe
         if isinstance(weight, PackedWeight) and model.ops.backend == "triton":
             weight = ScaledWeight.of_packed(weight)
         setattr(parent, path.rpartition(".")[2], _linear(weight, bias, model.ops))
+
+
+@torch.no_grad()
+def refill(layer: QuantisedLinear | ScaledLinear, weight: Tensor, kind: str) -> None:
+    """Give a layer other weights, [out, in], rounded to its kind, in place. Raises CheckpointError for weights that are
+    not finite."""
+    new = round_weight(weight, kind)
+    if isinstance(layer, ScaledLinear) and isinstance(new, PackedWeight):
+        new = ScaledWeight.of_packed(new)
+    for name, buffer in layer.named_buffers():
+        buffer.copy_(getattr(new, name))
 
 
 def _linear(weight: PackedWeight | ScaledWeight, bias: Tensor | None, ops: Ops) -> QuantisedLinear | ScaledLinear:

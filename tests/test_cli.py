@@ -6,11 +6,12 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from palimpsest.cli import main
-from palimpsest.engine import ask, lora, reading_file
+from palimpsest.engine import ask, defaults, lora, reading_file
 from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.lora import LoraConfig
@@ -133,15 +134,20 @@ def test_mistakes_end_in_a_message_and_exit_code_2(document, model, capsys, argu
     assert "Traceback" not in err
 
 
-def test_an_adapter_is_merged_and_brings_its_own_defaults(document, model, tmp_path, capsys):
+def write_adapter(model: str, folder: Path) -> None:
+    """An adapter with an effect, and how to read with it."""
     engine = Engine(model, EngineConfig(kv_bytes=1 << 20, threads=1))
     lora.add(engine, LoraConfig(rank=2))
     with engine.update(), torch.no_grad():
         for layer in lora.adapters(engine.model).values():
             layer.lora_B.fill_(0.1)
-    lora.save(engine.model, tmp_path / "adapter")
+    lora.save(engine.model, folder)
     greedy = SamplingParams(temperature=0)
-    reading_file.write(tmp_path / "adapter", AgentConfig(90, 10, 6, "chunk_first", sampling=greedy))
+    reading_file.write(folder, AgentConfig(90, 10, 6, "chunk_first", sampling=greedy))
+
+
+def test_an_adapter_is_merged_and_brings_its_own_defaults(document, model, tmp_path, capsys):
+    write_adapter(model, tmp_path / "adapter")
     options = ["--model", model, "--backend", "reference", "--threads", "1", "--json"]
     given = ["--memory-tokens", "12", "--final-form", "therefore"]
     assert main(["ask", document, QUESTION, *options, *given, "--adapter", str(tmp_path / "adapter")]) == 0
@@ -149,11 +155,30 @@ def test_an_adapter_is_merged_and_brings_its_own_defaults(document, model, tmp_p
     config = summary["config"]
     limits = [config[name] for name in ("chunk_tokens", "memory_tokens", "answer_tokens", "template", "final_form")]
     assert limits == [90, 12, 6, "chunk_first", "therefore"] and config["sampling"]["temperature"] == 0
-    assert summary["model"]["weights"] != engine.describe()["weights"]
-    lora.merge(plain := Engine(model, EngineConfig(kv_bytes=1 << 20, threads=1)), tmp_path / "adapter")
+    plain = Engine(model, EngineConfig(kv_bytes=1 << 20, threads=1))
+    assert summary["model"]["weights"] != plain.describe()["weights"]
+    lora.merge(plain, tmp_path / "adapter")
     assert summary["model"]["weights"] == plain.describe()["weights"]
     assert main(["ask", document, QUESTION, *options, "--adapter", str(tmp_path)]) == 2
     assert "adapter_config.json is absent" in capsys.readouterr().err
+
+
+def test_the_bundled_adapter_is_the_embedded_models_default(document, model, tmp_path, capsys, monkeypatch):
+    write_adapter(model, tmp_path / "adapter")
+    monkeypatch.setattr(ask, "embedded_model_path", lambda: model)
+    monkeypatch.setattr(defaults, "ADAPTER", tmp_path / "adapter")
+    options = ["--memory-tokens", "8", "--answer-tokens", "4", "--backend", "reference", "--threads", "1", "--json"]
+
+    def summary(*more):
+        assert main(["ask", document, QUESTION, *options, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    bundled, plain = summary(), summary("--model", model, "--chunk-tokens", "100")
+    assert bundled["config"]["chunk_tokens"] == 90
+    assert bundled["model"]["weights"] != plain["model"]["weights"]
+    assert bundled["model"] == summary("--model", model, "--adapter", str(tmp_path / "adapter"))["model"]
+    monkeypatch.setattr(defaults, "ADAPTER", tmp_path / "none")
+    assert summary("--chunk-tokens", "100")["model"]["weights"] == plain["model"]["weights"]
 
 
 @pytest.mark.parametrize(

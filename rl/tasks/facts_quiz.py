@@ -1,7 +1,7 @@
-"""The quiz of the facts task: many single turns about one chunk, so that a template that puts the chunk first has it
-computed once for all of them.
+"""The quiz of the facts task: many questions about one chunk, in prompts that have it first, so that a training pass
+computes it once for all of them; and between them turns of the oracle in the agent's own prompts.
 
-As facts_oracle, for questions that one fact answers: the answer of one is a fact about others to the rest.
+The answer of one question is a fact about others to the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from ...engine.config import _require_int, _require_number
 from ...engine.memory_agent import MemoryAgent
-from ...engine.templates import FIRST_MEMORY, Slot
+from ...engine.templates import FIRST_MEMORY, TEMPLATES, Slot, Template, TokenTemplate
 from ..supervised import Example
 from .facts import NOTHING, write_block
-from .facts_oracle import MISTAKEN
+from .facts_oracle import MISTAKEN, FactsOracle, FactsOracleConfig
 from .wording import Statement, Wording
 
 __all__ = ["FactsQuiz", "FactsQuizConfig"]
@@ -27,12 +27,15 @@ KEPT = 0.4  # share of the memories that hold the answer, where the chunk does n
 @dataclass(frozen=True)
 class FactsQuizConfig:
     """seed: of all examples. blocks: of a chunk, see facts.BLOCK. questions: about each chunk, that many examples in a
-    row. told: share of them that the chunk answers."""
+    row. told: share of them that the chunk answers. singles: examples of the oracle after them, one fact each, with
+    single_blocks, fewest and most, in their chunks."""
 
     seed: int = 0
     blocks: int = 3
     questions: int = 8
     told: float = 0.6
+    singles: int = 3
+    single_blocks: tuple[int, int] = (1, 3)
 
     def __post_init__(self) -> None:
         owner = "FactsQuizConfig"
@@ -40,6 +43,13 @@ class FactsQuizConfig:
         _require_int(owner, "blocks", self.blocks, 1)
         _require_int(owner, "questions", self.questions, 1)
         _require_number(owner, "told", self.told, 0.0, 1.0)
+        _require_int(owner, "singles", self.singles, 0)
+        object.__setattr__(self, "single_blocks", self.oracle.blocks)
+
+    @property
+    def oracle(self) -> FactsOracleConfig:
+        """What the singles are examples of."""
+        return FactsOracleConfig(self.seed, self.single_blocks, ("one_fact",))
 
     def examples(self, agent: MemoryAgent) -> FactsQuiz:
         """The examples of this configuration, in the prompts of an agent."""
@@ -52,16 +62,28 @@ class FactsQuiz:
     def __init__(self, agent: MemoryAgent, config: FactsQuizConfig) -> None:
         self.agent, self.config = agent, config
         self._wording = Wording("train")
+        self._template = TokenTemplate(_chunk_before_all(), agent.tokenizer)
+        self._oracle = FactsOracle(agent, config.oracle)
 
     def example(self, index: int) -> Example:
         """Example number `index`, from 0."""
-        chunk, asked = divmod(index, self.config.questions)
-        sheet = Sheet(self._wording, self.config, random.Random(f"facts quiz {self.config.seed} {chunk}"))
+        config = self.config
+        chunk, asked = divmod(index, config.questions + config.singles)
+        if asked >= config.questions:
+            return self._oracle.example(chunk * config.singles + asked - config.questions)
+        sheet = Sheet(self._wording, config, random.Random(f"facts quiz {config.seed} {chunk}"))
         question, memory, response = sheet.turns[asked]
         encode = self.agent.tokenizer.encode
         texts = {Slot.PROBLEM: question, Slot.MEMORY: memory, Slot.CHUNK: sheet.chunk}
         values: dict[Slot, array[int]] = {slot: encode(text) for slot, text in texts.items()}
-        return Example.of(self.agent.update_prompt.fill(values), encode(response), self.agent.tokenizer.eos_ids[0])
+        return Example.of(self._template.fill(values), encode(response), self.agent.tokenizer.eos_ids[0])
+
+
+def _chunk_before_all() -> Template:
+    """The published prompt with its chunk in front of the problem."""
+    parts = TEMPLATES["chunk_first"].parts
+    problem, chunk = parts[1:4], parts[4:7]
+    return Template((parts[0], *chunk, *problem, *parts[7:]))
 
 
 class Sheet:

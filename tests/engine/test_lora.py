@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,29 @@ def test_merged_adapters_are_in_the_weights_and_in_nothing_else(folder: Path, tm
         assert ids == own_ids and own == pytest.approx(logprobs, abs=1e-4)
     lora.save(engine.model, tmp_path / "half", dtype=torch.bfloat16)
     lora.merge(Engine(folder, SMALL), tmp_path / "half")
-    quantised = Engine(folder, EngineConfig(kv_bytes=1 << 20, threads=1, weights="int8"))
-    with pytest.raises(ConfigError, match="weights='int8'"):
-        lora.merge(quantised, tmp_path / "adapter")
     with pytest.raises(ConfigError, match="already"):
+        lora.merge(engine, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("int8", "float32"), ("int4-g32", "bfloat16")])
+def test_adapters_are_merged_before_weights_are_quantised(
+    folder: Path, tmp_path: Path, weights: str, dtype: str
+) -> None:
+    config = replace(SMALL, dtype=dtype)
+    engine, merged = Engine(folder, config), Engine(folder, config)
+    lora.add(engine, LoraConfig(rank=4, alpha=6.0))
+    shake(engine)
+    lora.save(engine.model, tmp_path / "adapter")
+    lora.merge(merged, tmp_path / "adapter")
+    merged.save(tmp_path / "merged")
+    quantised, expected = (Engine(place, replace(config, weights=weights)) for place in (folder, tmp_path / "merged"))
+    before = responses(quantised)
+    lora.merge(quantised, tmp_path / "adapter")
+    assert before != responses(quantised) == responses(expected)
+
+
+def test_what_a_file_stores_is_not_merged_into(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(folder, SMALL)
+    monkeypatch.setattr(engine, "config", replace(SMALL, weights="file"))
+    with pytest.raises(ConfigError, match="weights='file'"):
         lora.merge(engine, tmp_path / "adapter")

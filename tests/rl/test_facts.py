@@ -177,10 +177,13 @@ def test_a_quiz_asks_about_one_chunk_what_it_tells_and_what_it_does_not(agent: M
             assert memory == response or value not in memory.casefold()
             kinds["told" if told else "kept" if response == memory != NOTHING else "nothing"] += 1
     assert min(kinds[kind] for kind in ("told", "kept", "nothing")) > 2 and kinds["told"] > 15, kinds
-    examples = FactsQuiz(agent, config)
-    decoded = [agent.tokenizer.decode(examples.example(i).prompt_ids) for i in range(7)]
-    chunks = [text.partition("<section>\n")[2].partition("\n</section>")[0] for text in decoded]
-    assert len(set(chunks[:6])) == 1 and chunks[6] != chunks[0] and len(set(decoded)) == 7
+    examples = [FactsQuiz(agent, config).example(i) for i in range(2 * (6 + config.singles))]
+    decoded = [agent.tokenizer.decode(example.prompt_ids) for example in examples]
+    heads = [text.partition("\n</section>")[0] for text in decoded[:6]]
+    assert len(set(heads)) == 1 and "<section>" in heads[0] and "<problem>" not in heads[0]
+    assert heads[0] != decoded[9].partition("\n</section>")[0] and len(set(decoded)) == len(decoded)
+    singles = [*examples[6:9], *examples[15:]]
+    assert singles == [FactsOracle(agent, config.oracle).example(i) for i in range(6)]
 
 
 @pytest.mark.parametrize(
