@@ -176,26 +176,36 @@ def _elementwise(shape: Shape) -> Iterator[Build]:
 def _vocabulary() -> Iterator[Build]:
     from ..triton_kernels import sampling, token_scores, vocabulary
 
-    constants: dict[str, Any] = {"TILE": sampling.TILE}
+    constants: dict[str, Any] = {"TILE": vocabulary.TILE}
     common = {"logits": "fp32", "cuts lasts": "i64"}
-    types = _types(common | {"top_k": "i64"}, "vocabulary")
-    yield Build("draw, top-k", sampling.top_k_kernel, types, constants, sampling.WARPS, 3, fused=False)
-    types = _types(common | {"peaks": "fp32", "top_p": "fp64", "masses": "i64"}, "vocabulary")
-    yield Build("draw, masses", sampling.mass_kernel, types, constants, sampling.WARPS, 3, fused=False)
-    types = _types(common | {"top_p": "fp64", "masses": "i64"}, "vocabulary")
-    yield Build("draw, top-p", sampling.top_p_kernel, types, constants, sampling.WARPS, 3, fused=False)
+    types = _types(common | {"top_k": "i64"}, aligned="vocabulary")
+    yield Build("draw, top-k", sampling.top_k_kernel, types, constants, vocabulary.WARPS, 3, fused=False)
+    types = _types(common | {"peaks": "fp32", "top_p": "fp64", "masses": "i64"}, aligned="vocabulary")
+    yield Build("draw, masses", sampling.mass_kernel, types, constants, vocabulary.WARPS, 3, fused=False)
+    types = _types(common | {"top_p": "fp64", "masses": "i64"}, aligned="vocabulary")
+    yield Build("draw, top-p", sampling.top_p_kernel, types, constants, vocabulary.WARPS, 3, fused=False)
+    found = {"logits tile_peaks totals": "fp32", "temperatures best": "fp64", "best_id": "i64"}
+    noise = {"depths": "fp64", "cuts lasts noisy keys": "i64"}
+    for name, filtered in (("draw", False), ("draw, filtered", True)):
+        types = _types(found | noise | {"peaks": "fp32" if filtered else "fp64"}, "tiles", aligned="vocabulary")
+        yield Build(
+            name, sampling.draw_kernel, types, constants | {"FILTERED": filtered}, vocabulary.WARPS, 3, fused=False
+        )
     types = _types(
-        {"logits peaks": "fp32", "depths best": "fp64", "cuts lasts noisy keys best_id": "i64"}, "vocabulary tiles"
-    )
-    yield Build("draw", sampling.best_kernel, types, constants, sampling.WARPS, 3, fused=False)
-    constants = {"TILE": vocabulary.TILE}
-    types = _types({"logits peaks totals": "fp32"}, "row_stride vocabulary tiles")
-    yield Build("log-sum-exp", vocabulary.tile_kernel, types, constants, vocabulary.WARPS, 3)
+        {"logits peaks totals": "fp32", "temperatures best out": "fp64", "best_id": "i64"}, "rows tiles",
+        aligned="vocabulary",
+    )  # fmt: skip
+    yield Build("draw, pick", sampling.pick_kernel, types, {}, 4, 3, fused=False)
+    types = _types({"logits peaks totals": "fp32"}, "tiles", aligned="row_stride vocabulary")
+    yield Build("log-sum-exp", vocabulary.tile_kernel, types, constants, vocabulary.WARPS, 3, fused=False)
     types = _types({"peaks totals out": "fp32"}, "tiles")
-    yield Build("log-sum-exp merge", vocabulary.fold_kernel, types, {}, 4, 3)
-    types = _types({"logits log_sums sums": "fp32"}, "vocabulary tiles")
+    yield Build("log-sum-exp merge", vocabulary.fold_kernel, types, {}, 4, 3, fused=False)
+    types = _types({"logits log_sums sums": "fp32"}, "tiles", aligned="vocabulary")
     yield Build("token scores", token_scores.entropy_kernel, types, constants, vocabulary.WARPS, 3)
     types = _types(
-        {"logits entropies log_sums logprob_grads entropy_grads": "fp32", "targets": "i64"}, "vocabulary", "temperature"
+        {"logits entropies log_sums logprob_grads entropy_grads": "fp32", "targets": "i64"},
+        "",
+        "temperature",
+        "vocabulary",
     )
     yield Build("token scores backward", token_scores.gradient_kernel, types, constants, vocabulary.WARPS, 3)

@@ -301,7 +301,8 @@ def _vocabulary(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     depths = torch.full((rows,), -math.inf, dtype=torch.float64, device=device)
 
     def draw(top_p: float) -> Tensor:
-        return sampling.choose(logits, keys, on, off, torch.full_like(depths, top_p), depths, cut=top_p < 1.0)
+        p, temperatures, cut = torch.full_like(depths, top_p), torch.full_like(depths, 0.7), top_p < 1.0
+        return sampling.draw(logits, keys, on, off, p, depths, temperatures, cut=cut, filtered=cut)
 
     for name, top_p in (("draw", 1.0), ("draw top-p", 0.95)):
         yield Case(name, rows, 0, lambda p=top_p: draw(p), None, moved(logits.numel(), 1), "float32")  # type: ignore[misc]

@@ -56,6 +56,11 @@ class Drawn(NamedTuple):
     logprob: float
     total: float
 
+    @classmethod
+    def of_columns(cls, columns: Tensor) -> list[Drawn]:
+        """float64 [3, R], which holds ids and float32 exactly -> one per row. Waits once for a GPU."""
+        return [cls(int(token), logprob, total) for token, logprob, total in zip(*columns.tolist(), strict=True)]
+
 
 def choose(scaled: Tensor, rows: Sequence[Draw], totals: Tensor) -> Tensor:
     """A token of each row of logits / temperature, whose log-sum-exp are `totals`: int64 [R]."""
@@ -76,10 +81,9 @@ def draw_rows(logits: Tensor, rows: Sequence[Draw], log_sum_exp: Callable[[Tenso
 
 
 def drawn(scaled: Tensor, tokens: Tensor, totals: Tensor) -> list[Drawn]:
-    """The tokens chosen from rows of logits / temperature, whose log-sum-exp are `totals`. Waits once for a GPU."""
+    """The tokens chosen from rows of logits / temperature, whose log-sum-exp are `totals`."""
     logprobs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - totals
-    columns = torch.stack((tokens.double(), logprobs.double(), totals.double())).tolist()  # float64 holds all exactly
-    return [Drawn(int(token), logprob, total) for token, logprob, total in zip(*columns, strict=True)]
+    return Drawn.of_columns(torch.stack((tokens.double(), logprobs.double(), totals.double())))
 
 
 def ranked(z: Tensor, width: int) -> tuple[Tensor, Tensor]:

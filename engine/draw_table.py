@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ class DrawTable(NamedTuple):
 
     keys: int64, the bits of noise.stream_key. random: int64, 0 for a greedy row. top_k: int64. top_p, depths,
     temperatures: float64, the last one 1 for a greedy row. cut: whether top_k or top_p leave something out of any row.
+    filtered: or min_p.
     """
 
     keys: Tensor
@@ -30,6 +32,7 @@ class DrawTable(NamedTuple):
     depths: Tensor
     temperatures: Tensor
     cut: bool
+    filtered: bool
 
     @classmethod
     def of(cls, rows: Sequence[Draw], device: torch.device) -> DrawTable:
@@ -49,10 +52,11 @@ class DrawTable(NamedTuple):
             depths.append(row.depth)
             temperatures.append(row.temperature or 1.0)
         cut = max(top_k) > 0 or min(top_p) < 1.0
+        filtered = cut or max(depths) > -math.inf
         columns = (keys, random, top_k, top_p, depths, temperatures)
         for column in columns:  # each begins at a multiple of 16 bytes, so that kernels are compiled for one alignment
             column.frombytes(bytes(8 * (len(rows) % 2)))
         host = torch.frombuffer(bytearray().join(columns), dtype=torch.int64)
         table = upload(host, device).view(len(columns), -1)[:, : len(rows)]
         wholes, reals = table[:3], table[3:].view(torch.float64)
-        return cls(wholes[0], wholes[1], wholes[2], reals[0], reals[1], reals[2], cut)
+        return cls(wholes[0], wholes[1], wholes[2], reals[0], reals[1], reals[2], cut, filtered)

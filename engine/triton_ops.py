@@ -16,13 +16,13 @@ from ..triton_kernels import activation, attention, norm, rotary, sampling, voca
 from ..triton_kernels import linear as products
 from ..triton_kernels.arithmetic import INTERPRETED
 from . import cuda
-from .draw import drawn
+from .draw import Drawn
 from .draw_table import DrawTable
 from .errors import ConfigError
 
 if TYPE_CHECKING:
     from ..triton_kernels.attention import SharedPrefix
-    from .draw import Draw, Drawn
+    from .draw import Draw
     from .ops import Attend, Spans, Turn
     from .packed_weight import PackedWeight
 
@@ -179,12 +179,8 @@ class TritonKernels:
     def draw(self, logits: Tensor, rows: Sequence[Draw]) -> list[Drawn]:
         """See ops.Ops.draw."""
         table = DrawTable.of(rows, logits.device)
-        scaled = logits / table.temperatures.to(logits.dtype).unsqueeze(1)
-        totals = self.log_sum_exp(scaled)
-        tokens = sampling.choose(
-            scaled, table.keys, table.random, table.top_k, table.top_p, table.depths, cut=table.cut
-        )  # fmt: skip
-        return drawn(scaled, torch.where(totals.isfinite(), tokens, 0), totals)  # the other rows' tokens mean nothing
+        *columns, cut, filtered = table
+        return Drawn.of_columns(sampling.draw(logits.contiguous(), *columns, cut=cut, filtered=filtered))
 
 
 def _decode(

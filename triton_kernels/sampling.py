@@ -1,10 +1,15 @@
-"""The draw of one id per row: Gumbel noise over what top-k, top-p and min-p leave, without sorting the vocabulary.
+"""The draw of one id per row, and its log-probability: Gumbel noise over what top-k, top-p and min-p leave, without
+sorting the vocabulary.
+
+Where nothing is left out the logits are read once: a program per tile divides them by the temperature, reduces them for
+the log-sum-exp (vocabulary.py) and finds the likeliest under noise; one per row puts the tiles together. A draft is
+verified by these ids: each of its rows is drawn so, whatever it foresaw.
 
 Whatever the filters keep is a head of the ranking (larger logit first, of equals the lower id), so it is known by its
 last member. That is found by fixing the bits of its logit from the highest on, two at a time, by counts or sums of
-masses over the row; all sums are of whole numbers. One program cuts a row; one per tile makes the masses for it, and
-finds the likeliest of what is left. Noise and masses are computed as engine/noise.py and draw.py define them, operation
-by operation and without fused multiply-adds: the ids are the same. Twin: draw.choose.
+masses over the row; all sums are of whole numbers. One program cuts a row, and one per tile makes the masses for it.
+Noise and masses are computed as engine/noise.py and draw.py define them, operation by operation and without fused
+multiply-adds: the ids are the same. Twin: draw.draw_rows.
 """
 
 from __future__ import annotations
@@ -14,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["choose", "heads"]
+from .vocabulary import TILE, WARPS, fold, reduce
 
-TILE = 4096
-WARPS = 8
+__all__ = ["draw", "heads"]
+
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
@@ -188,52 +193,87 @@ def top_p_kernel(logits, masses, top_p, cuts, lasts, vocabulary, TILE: tl.conste
 
 
 @triton.jit
-def best_kernel(logits, cuts, lasts, depths, peaks, noisy, keys, best, best_id, vocabulary, tiles, TILE: tl.constexpr):
-    """The likeliest id of a tile of a row, of those kept."""
+def draw_kernel(
+    logits, temperatures, cuts, lasts, depths, peaks, noisy, keys, tile_peaks, totals, best, best_id, vocabulary, tiles,
+    FILTERED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What a tile of a row gives to its log-sum-exp, and the likeliest id of those kept (all, if not FILTERED)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
-    inside = at < vocabulary
-    values = tl.load(logits + row * vocabulary + at, mask=inside, other=float("-inf"))
+    kept = at < vocabulary
+    values = tl.load(logits + row * vocabulary + at, mask=kept, other=float("-inf"))
+    values = tl.div_rn(values, tl.load(temperatures + row).to(tl.float32))
+    place = row * tiles + tile
+    peak, total = reduce(values)
+    tl.store(tile_peaks + place, peak)
+    tl.store(totals + place, total)
     scores = values.to(tl.float64)
-    kept = inside & is_kept(order(values), at, tl.load(cuts + row).to(tl.uint32), tl.load(lasts + row))
-    kept = kept & (scores - tl.load(peaks + row).to(tl.float64) >= tl.load(depths + row))
+    if FILTERED:
+        kept = kept & is_kept(order(values), at, tl.load(cuts + row).to(tl.uint32), tl.load(lasts + row))
+        kept = kept & (scores - tl.load(peaks + row).to(tl.float64) >= tl.load(depths + row))
     if tl.load(noisy + row) != 0:
         scores += gumbel(tl.load(keys + row).to(tl.uint64, bitcast=True), at)
     scores = tl.where(kept, scores, float("-inf"))
     score = tl.max(scores, axis=0)
-    tl.store(best + row * tiles + tile, score)
-    tl.store(best_id + row * tiles + tile, tl.min(tl.where(kept & (scores == score), at, vocabulary), axis=0))
+    tl.store(best + place, score)
+    tl.store(best_id + place, tl.min(tl.where(kept & (scores == score), at, vocabulary), axis=0))
 
 
-def choose(
-    logits: Tensor, keys: Tensor, random: Tensor, top_k: Tensor, top_p: Tensor, depths: Tensor, *, cut: bool
-) -> Tensor:
-    """float32 [R, vocabulary], dense, already divided by the temperatures -> int64 [R]; of equals the lowest id.
+@triton.jit
+def pick_kernel(logits, temperatures, peaks, totals, best, best_id, out, rows, vocabulary, tiles):
+    """Id, log-probability and log-sum-exp of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    first = row * tiles
+    total = fold(peaks + first, totals + first, tiles)
+    score, token = tl.load(best + first), tl.load(best_id + first)
+    for tile in range(1, tiles):
+        other, other_id = tl.load(best + first + tile), tl.load(best_id + first + tile)
+        token = tl.where(other > score, other_id, token)
+        score = tl.maximum(other, score)
+    token = tl.where(tl.abs(total) < float("inf"), token, 0)  # of the other rows it means nothing
+    scaled = tl.div_rn(tl.load(logits + row * vocabulary + token), tl.load(temperatures + row).to(tl.float32))
+    tl.store(out + row, token.to(tl.float64))
+    tl.store(out + rows + row, (scaled - total).to(tl.float64))
+    tl.store(out + 2 * rows + row, total.to(tl.float64))
+
+
+def draw(
+    logits: Tensor, keys: Tensor, random: Tensor, top_k: Tensor, top_p: Tensor, depths: Tensor, temperatures: Tensor, *,
+    cut: bool, filtered: bool,
+) -> Tensor:  # fmt: skip
+    """float32 [R, vocabulary], dense -> float64 [3, R]: id, log-probability, log-sum-exp as in draw.Drawn.
 
     Of each row [R]: keys (int64, the bits of noise.stream_key), whose noise is added where `random` (int64) is not 0;
-    top_k (int64, 0 is off), top_p and depths (float64, 1 and -inf are off) as in draw.Draw. cut: whether any top_k or
-    top_p is on. A row with NaN gets any number from 0 to vocabulary.
+    top_k (int64, 0 is off), top_p and depths (float64, 1 and -inf are off), temperatures (float64, not 0) as in
+    draw.Draw. cut: whether any top_k or top_p is on. filtered: or any depth.
     """
     rows, vocabulary = logits.shape
     device, tiles = logits.device, triton.cdiv(vocabulary, TILE)
-    peaks = logits.amax(dim=1)
+    cuts, lasts, peaks = keys, keys, temperatures
+    if filtered:
+        logits, temperatures = logits / temperatures.float().unsqueeze(1), torch.ones_like(temperatures)
+        peaks = logits.amax(dim=1)
+        cuts, lasts = torch.zeros_like(keys), torch.full_like(keys, vocabulary)
     if cut:
         cuts, lasts = heads(logits, peaks, top_k, top_p)
-    else:
-        cuts, lasts = torch.zeros_like(keys), torch.full_like(keys, vocabulary)
+    tile_peaks, totals = (torch.empty(rows, tiles, dtype=torch.float32, device=device) for _ in range(2))
     best = torch.empty(rows, tiles, dtype=torch.float64, device=device)
     best_id = torch.empty(rows, tiles, dtype=torch.int64, device=device)
-    best_kernel[(rows, tiles)](
-        logits, cuts, lasts, depths, peaks, random, keys, best, best_id, vocabulary, tiles, TILE,
-        num_warps=WARPS, enable_fp_fusion=False,
+    out = torch.empty(3, rows, dtype=torch.float64, device=device)
+    draw_kernel[(rows, tiles)](
+        logits, temperatures, cuts, lasts, depths, peaks, random, keys, tile_peaks, totals, best, best_id, vocabulary,
+        tiles, filtered, TILE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return best_id.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
+    pick_kernel[(rows,)](
+        logits, temperatures, tile_peaks, totals, best, best_id, out, rows, vocabulary, tiles, enable_fp_fusion=False
+    )
+    return out
 
 
 def heads(logits: Tensor, peaks: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """What top-k, then top-p keep of each row, by the last member: its rank as `order` has it, and its id, int64 [R].
 
-    logits: float32 [R, vocabulary], dense. peaks: [R], the largest of each row. top_k, top_p [R]: as in `choose`.
+    logits: float32 [R, vocabulary], dense. peaks: [R], the largest of each row. top_k, top_p [R]: as in `draw`.
     """
     rows, vocabulary = logits.shape
     cuts, lasts = torch.zeros_like(top_k), torch.full_like(top_k, vocabulary)

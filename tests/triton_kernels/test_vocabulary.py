@@ -37,9 +37,10 @@ ROWS = (
 )
 
 
+@pytest.mark.parametrize("filters", [True, False])
 @pytest.mark.parametrize("levels", [None, 12])
-def test_the_ids_are_those_of_plain_torch(device: torch.device, levels: int | None) -> None:
-    """levels: of the logits, so that many are equal and cuts fall among equals."""
+def test_the_draws_are_those_of_plain_torch(device: torch.device, levels: int | None, filters: bool) -> None:
+    """levels: of the logits, so that many are equal and cuts fall among equals. filters: else all is one pass."""
     from palimpsest.triton_kernels.vocabulary import log_sum_exp
 
     kernels = triton_ops.TritonKernels()
@@ -48,7 +49,8 @@ def test_the_ids_are_those_of_plain_torch(device: torch.device, levels: int | No
         logits = (logits * levels / 12).round() * 12 / levels
     logits[1, 4200] = logits[1, 5] = 50.0  # of equals the lower
     logits[2, ::3] = -torch.inf
-    rows = [row._replace(stream=(7, r, 2, 3)) for r, row in enumerate(ROWS)]
+    off = {} if filters else {"top_k": 0, "top_p": 1.0, "depth": -math.inf}
+    rows = [row._replace(stream=(7, r, 2, 3), **off) for r, row in enumerate(ROWS)]
     ours, plain = kernels.draw(logits, rows), draw_rows(logits, rows, log_sum_exp)
     assert ours == plain
     assert ours[1].token_id == 5
