@@ -91,6 +91,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """One after the other, so that the inputs of one are gone before the next one's are made."""
     torch.manual_seed(1)
     yield from _products(sizes, device)
+    yield from _sums(sizes, device)
     yield from _attention(sizes, device)
     yield from _elementwise(sizes, device)
     yield from _vocabulary(sizes, device)
@@ -123,6 +124,27 @@ def _products(sizes: Sizes, device: torch.device) -> Iterator[Case]:
             if by_cuda and cuda.fits_gemv(x, codes):
                 run = partial(cuda.gemv, x, codes, scales, None)
                 yield Case("gemv", rows, 0, run, None, cost, name, engine="cuda")
+
+
+def _sums(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Two ranks on one GPU, each on a stream of its own: what a sum takes beside the way between GPUs."""
+    if not _has_cuda_kernels(device):
+        return
+    capacity, side = max(sizes.few[-1], sizes.rows) * sizes.hidden, torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    regions = [cuda.peer_region(capacity)[0] for _ in range(2)]
+    for rows in (*sizes.few, sizes.rows):
+        parts = torch.randn(2, rows, sizes.hidden, device=device)
+        out = torch.empty_like(parts)
+
+        def run(parts: Tensor = parts, out: Tensor = out) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                cuda.all_reduce(parts[1], out[1], capacity, regions, 1, two_shot=False)
+            cuda.all_reduce(parts[0], out[0], capacity, regions, 0, two_shot=False)
+            torch.cuda.current_stream().wait_stream(side)
+
+        theirs = partial(torch.add, parts[0], parts[1])
+        yield Case("all_reduce", rows, 0, run, theirs, moved(parts.numel(), 2), "float32", engine="cuda")
 
 
 class _Pages:

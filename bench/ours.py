@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class Ours:
         )
         self.variant = variant
         self.engine = Engine(model, config)
+        if self.engine.graph_bytes:
+            print(f"{variant.engine}: {self.engine.graph_bytes / 2**20:,.0f} MiB in CUDA graphs", file=sys.stderr)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         what = "small and not trained as a memory agent" if adapter is None else f"with the adapter {adapter}"
         console.print(f"model: {Path(model).name}, {what}; --model names another one")
     agent = make_agent(model, adapter, args)
+    if agent.engine.graph_bytes:
+        console.print(f"CUDA graphs: {agent.engine.graph_bytes / 2**20:,.0f} MiB")
     with closing(_events(agent, document, sha256, args)) as events:
         reading = Display(console, document).show(events)
     # JSON in ASCII: an encoding that lacks a character must not put an escape into it that JSON does not know

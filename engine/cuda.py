@@ -24,6 +24,7 @@ __all__ = [
     "paged_decode_partials",
     "peer_region",
     "unavailable",
+    "unfit_for_decode",
 ]
 
 MAJORS = (8, 9)  # of compute capability: machine code runs on no other
@@ -102,11 +103,20 @@ def all_reduce(x: Tensor, out: Tensor, capacity: int, regions: list[int], rank: 
     )
 
 
+def unfit_for_decode(pages: torch.dtype, head_dim: int, group: int) -> str | None:
+    """Why `paged_decode_partials` takes no model with such pages and heads, `group` of them per key head; else None."""
+    if pages != torch.bfloat16:
+        return f"KV pages of bfloat16, not {str(pages).removeprefix('torch.')}: use kv_dtype='bfloat16'"
+    if head_dim not in HEAD_DIMS or group > LARGEST_GROUP:
+        sizes = " or ".join(map(str, HEAD_DIMS))
+        return f"heads of {sizes}, at most {LARGEST_GROUP} per key head; this model has {group} of {head_dim}"
+    return None
+
+
 def fits_decode(query: Tensor, key_pages: Tensor, spans: int) -> bool:
-    """Whether `paged_decode_partials` takes this step: one row per span, bfloat16 pages, heads that it knows."""
+    """Whether `paged_decode_partials` takes this step: one row per span, and a model that it knows."""
     tokens, heads, head_dim = query.shape
-    known = head_dim in HEAD_DIMS and heads <= LARGEST_GROUP * key_pages.shape[1]
-    return tokens == spans and known and key_pages.dtype == torch.bfloat16
+    return tokens == spans and unfit_for_decode(key_pages.dtype, head_dim, heads // key_pages.shape[1]) is None
 
 
 def decode_tile() -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import cpu, cpu_backward, reference
+from . import cpu, cpu_backward, cuda, reference
 from .autograd import Differentiable
 from .draw import Draw, Drawn
 from .errors import ConfigError
@@ -200,7 +200,7 @@ def select(
     """
     cpu_only = torch.device("cpu")
     if on_gpu(backend):
-        return _triton(parameters, pages, head_dim, attention, exact)
+        return _triton(parameters, pages, head_dim, group, attention, exact)
     if attention != "auto":
         raise ConfigError(
             f"attention={attention!r} chooses kernels of a GPU, and this engine has none; leave it 'auto'"
@@ -219,7 +219,7 @@ def select(
     return _Selected("cpu", functions, cpu_backward, cpu_only, exact=True)  # type: ignore[return-value]
 
 
-def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, attention: str, exact: bool) -> Ops:
+def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, group: int, attention: str, exact: bool) -> Ops:
     try:
         from . import triton_backward, triton_ops
     except ImportError as error:
@@ -235,6 +235,9 @@ def _triton(parameters: torch.dtype, pages: torch.dtype, head_dim: int, attentio
         if dtype not in known:
             names = ", ".join(str(one).removeprefix("torch.") for one in known)
             raise ConfigError(f"backend='triton' takes {what} of {names}, not {dtype}; choose one of them")
+    unfit = cuda.unfit_for_decode(pages, head_dim, group) if attention == "cuda" else None
+    if unfit is not None:
+        raise ConfigError(f"attention='cuda' takes {unfit}, or attention='auto' or 'triton'")
     attend = None
     if attention in ("flashinfer", "reference"):
         if exact:

@@ -51,6 +51,19 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(document, options, cap
     assert "(100%)" in err
 
 
+def test_the_memory_of_cuda_graphs_is_said(document, options, monkeypatch, capsys):
+    make = ask.make_agent
+
+    def recorded(*arguments):
+        agent = make(*arguments)
+        agent.engine.graph_bytes = 300 << 20
+        return agent
+
+    monkeypatch.setattr(ask, "make_agent", recorded)
+    assert main(["ask", document, QUESTION, *options]) == 0
+    assert capsys.readouterr().err.startswith("CUDA graphs: 300 MiB\n")
+
+
 def test_json_prints_exactly_one_document(document, options, model, capsys):
     assert main(["ask", document, QUESTION, *options, "--json", "--temperature", "0", "--final-form", "therefore"]) == 0
     out, err = capsys.readouterr()

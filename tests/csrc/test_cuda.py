@@ -104,6 +104,23 @@ def test_gemv(dtype: torch.dtype, rows: int, size: int, outputs: int) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_two_ranks_on_one_gpu_have_one_sum(two_shot: bool) -> None:
+    parts = torch.randn(2, 4100, device="cuda")
+    out, side = torch.empty(2, 4100, device="cuda"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    regions = [cuda.peer_region(5000)[0] for _ in range(2)]
+    for _ in range(3):  # what a rank gives goes to two areas in turn
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            cuda.all_reduce(parts[1], out[1], 5000, regions, 1, two_shot=two_shot)
+        cuda.all_reduce(parts[0], out[0], 5000, regions, 0, two_shot=two_shot)
+        torch.cuda.synchronize()
+        assert torch.equal(out, (parts[0] + parts[1]).expand(2, -1))
+        parts = parts.flip(1) * 2
+
+
+@pytest.mark.gpu
+@on_a_gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 128), (8, 4, 64), (32, 2, 128)])
 def test_paged_decode(heads: int, kv_heads: int, dim: int) -> None:
     from palimpsest.tests.triton_kernels.test_products import Case

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from palimpsest.engine.config import EngineConfig
 from palimpsest.engine.errors import ConfigError
+from palimpsest.engine.loaded_model import LoadedModel
 from palimpsest.engine.model_config import ModelConfig, parameter_shapes
 from palimpsest.engine.shards import Shards
 
@@ -38,6 +40,16 @@ def test_query_heads_stay_with_their_key_head() -> None:
         heads = shards.cut("model.layers.0.self_attn.q_proj.weight", query, rank)[::4, 0]
         [head] = shards.cut("model.layers.0.self_attn.k_proj.weight", key, rank)[::4, 0]
         assert (heads // 6 == head).all()
+
+
+def test_rounded_weights_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    for weights in ("int8", "int4", "fp8"):
+        config = EngineConfig(backend="reference", weights=weights)
+        with pytest.raises(
+            ConfigError, match=f"weights='{weights}' cannot be split over 2 ranks; use weights='native'"
+        ):
+            LoadedModel.load("no file is opened", config, object())  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_split_is_refused() -> None:

@@ -69,7 +69,16 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         Engine(folder, EngineConfig(backend="triton", dtype="float64"))
     monkeypatch.setattr(cuda, "unavailable", lambda: "it was built without nvcc")
     with pytest.raises(ConfigError, match="attention='cuda' cannot run here"):
+        select("triton", torch.float32, torch.bfloat16, 128, 7, "cuda")
+    with pytest.raises(
+        ConfigError, match="'cuda' takes KV pages of bfloat16, not float32: use kv_dtype='bfloat16', or"
+    ):
         Engine(folder, EngineConfig(backend="triton", attention="cuda"))
+    for head_dim, group in ((96, 1), (128, 17)):
+        with pytest.raises(
+            ConfigError, match=f"'cuda' takes heads of 64 or 128, .* this model has {group} of {head_dim}, or"
+        ):
+            select("triton", torch.float32, torch.bfloat16, head_dim, group, "cuda")
 
 
 @pytest.mark.parametrize(("weights", "kv_dtype"), [("fp8", "fp8"), ("int8", "bfloat16")])
