@@ -24,8 +24,9 @@ from .readings import ForcedReading
 from .report import Report, Target, describe_machine, row
 from .rounds import Entry, Measured, alternate, best, ratio
 from .sections import Part, Section, Stage, compare, run_sections
+from .trained_agent import trained_agent
 from .turns import HEAD, SEPARATOR, TAIL, Turns
-from .workload import Workload
+from .workload import QUESTION, Workload, document
 
 __all__ = ["main", "run"]
 
@@ -85,13 +86,15 @@ FLAT = 1 / 1.03
 
 def main(argv: Sequence[str] | None = None) -> int:
     """-> exit code."""
-    return options.main("chunk_latency", run, argv)
+    return options.main("chunk_latency", run, argv, adapters=True)
 
 
 def run(chosen: Options) -> Report:
     """Measure every part; raises PalimpsestError for a model or folder of peers that cannot be used."""
     if chosen.profile:
         raise ConfigError("chunk_latency takes no --profile; `palimpsest bench decode --profile` shows a step")
+    if chosen.adapter is not None:
+        return trained_agent(chosen, chosen.adapter)
     works, opened = {"full": (WORKS, OPEN), "quick": ((QUICK,), QUICK), "gpu": ((GPU,), GPU), "tiny": ((TINY,), TINY)}[
         chosen.scale
     ]
@@ -285,13 +288,16 @@ def _endurance(stage: Stage) -> Part:
 
 
 def _workload(stage: Stage, peers: Sequence[Peer]) -> Part:
-    workload = Workload(stage.ours.engine, **WORKLOAD)
-    tokens = workload.chunks * workload.chunk
-    each = prefill_cost(stage.ours.model_config, HEAD + workload.chunk + 2 * WORKLOAD["memory"])
-    cost = Cost(each.flops * workload.chunks, each.bytes * workload.chunks)
+    engine, chunks, chunk = stage.ours.engine, WORKLOAD["chunks"], WORKLOAD["chunk"]
+    tokens = chunks * chunk
+    greedy = SamplingParams(temperature=0)
+    config = AgentConfig(chunk, WORKLOAD["memory"], WORKLOAD["answer"], sampling=greedy)
+    workload = Workload(engine, config, lambda number: (document(engine, number, tokens), QUESTION))
+    each = prefill_cost(stage.ours.model_config, HEAD + chunk + 2 * WORKLOAD["memory"])
+    cost = Cost(each.flops * chunks, each.bytes * chunks)
 
     def entry(engine: str, run: Callable[[int], Sample]) -> Entry:
-        return Entry(engine, "workload", "float32", workload.chunk, 1, tokens, cost, run)
+        return Entry(engine, "workload", "float32", chunk, 1, tokens, cost, run)
 
     able = [peer for peer in peers if peer.spec.dtype == "float32"]
     entries = [entry("palimpsest, kv float32", workload.ours)]
@@ -304,7 +310,7 @@ def _workload(stage: Stage, peers: Sequence[Peer]) -> Part:
     gain = None if rival is None else ratio(mine, rival)
     drafts = {source: asdict(counters) for source, counters in workload.drafts.items()}
     return [row(mine) | {"drafts": drafts}, *map(row, others)], [
-        Target(f"workload.{workload.chunk}.float32.vs_best_peer", gain, PEER_GAIN)
+        Target(f"workload.{chunk}.float32.vs_best_peer", gain, PEER_GAIN)
     ]
 
 

@@ -42,7 +42,8 @@ class Work(Protocol):
 class Options:
     """model: folder or GGUF file, None for the embedded one. works: names or heads of names, as in the targets; empty
     for all. threads: CPU threads, of ours and of the peers. backend: EngineConfig.backend. tiny: works for Triton's
-    kernels so small that its interpreter can run them.
+    kernels so small that its interpreter can run them. adapter: folder of a trained agent, whose readings are measured
+    in place of all else.
     """
 
     model: str | None
@@ -54,6 +55,7 @@ class Options:
     profile: bool
     backend: str = "auto"
     tiny: bool = False
+    adapter: str | None = None
 
     @property
     def model_path(self) -> str:
@@ -96,9 +98,14 @@ class Options:
         return nullcontext([]) if self.peers is None else running(self.peers, self.threads)
 
 
-def main(name: str, run: Callable[[Options], Report], argv: Sequence[str] | None) -> int:
-    """Parse, run, print; -> exit code: 0, 1 when --check finds a missed target, 2 after a mistake of the user."""
+def main(name: str, run: Callable[[Options], Report], argv: Sequence[str] | None, *, adapters: bool = False) -> int:
+    """Parse, run, print; -> exit code: 0, 1 when --check finds a missed target, 2 after a mistake of the user.
+
+    adapters: whether there is an --adapter."""
     parser = _parser(name)
+    if adapters:
+        what = "a trained agent's; measures its whole readings in place of all else"
+        parser.add_argument("--adapter", metavar="FOLDER", help=what)
     arguments = vars(parser.parse_args(argv))
     check = arguments.pop("check")
     if arguments["rounds"] < 1 or arguments["threads"] < 1:

@@ -1,7 +1,8 @@
-"""Workload: a whole reading with what the model really writes, and the same turns given to other engines."""
+"""Workload: whole readings with what the model really writes, and the same turns given to other engines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,17 +49,14 @@ class Difference:
 
 
 class Workload:
-    """A reading of `chunks` chunks and an answer, greedy; each round reads another part of the document.
+    """Readings as an agent's configuration says, greedy; text: the document and the question of a round.
 
     The peers are fed the ids of our prompts turn by turn and write responses as long as ours.
     turns, drafts: of the last reading.
     """
 
-    def __init__(self, engine: Engine, *, chunks: int, chunk: int, memory: int, answer: int) -> None:
-        self.engine, self.chunks, self.chunk = engine, chunks, chunk
-        config = AgentConfig(
-            chunk_tokens=chunk, memory_tokens=memory, answer_tokens=answer, sampling=SamplingParams(temperature=0)
-        )
+    def __init__(self, engine: Engine, config: AgentConfig, text: Callable[[int], tuple[str, str]]) -> None:
+        self.engine, self.config, self.text = engine, config, text
         self._agent = MemoryAgent(engine, config)
         self._differences: dict[str, tuple[Turn, int]] = {}
         self.turns: list[Turn] = []
@@ -66,10 +64,10 @@ class Workload:
 
     def ours(self, number: int) -> Sample:
         """Our reading of round `number`."""
-        text = document(self.engine, number, self.chunks * self.chunk)
+        text, question = self.text(number)
 
         def run() -> None:
-            reading = self._agent.read(text, QUESTION)
+            reading = self._agent.read(text, question)
             self.turns, self.drafts = reading.turns, reading.counters.drafts
 
         return timed(run)

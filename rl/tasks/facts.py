@@ -115,8 +115,9 @@ class Story:
                 return
 
     def memory(self, told: int) -> str:
-        """What a memory should say after so many of the sentences: these."""
-        return " ".join(self.sentences[:told]) or NOTHING
+        """What a memory should say after so many of the sentences."""
+        kept = self._statements[told - 1 : told] if self.variant == "last_value" and told else self._statements[:told]
+        return " ".join(self.wording.note(statement) for statement in kept) or NOTHING
 
     def answer_after(self, told: int) -> str | None:
         """What can be answered after so many of the sentences; None for nothing."""
@@ -131,13 +132,20 @@ class Story:
 
     def other(self, rng: random.Random) -> str:
         """A sentence about something else, which may share words with what is asked for."""
+        return self._other(rng)[1]
+
+    def other_note(self, rng: random.Random) -> str:
+        """What a memory would keep of such a sentence."""
+        return self.wording.note(self._other(rng)[0])
+
+    def _other(self, rng: random.Random) -> tuple[Statement, str]:
         while True:
             statement = self._near(rng) if rng.random() < NEAR else self._far(rng)
             same = statement.family == self.asked.family and statement.subject == self.asked.subject
             is_news = "again" in self.wording.families[statement.family] and rng.random() < NEWS
             sentence = (self.wording.tell_again if is_news else self.wording.tell)(statement, rng)
             if not same and not self.tells(sentence):
-                return sentence
+                return statement, sentence
 
     def _far(self, rng: random.Random) -> Statement:
         return self.wording.statement(rng.choice(list(self.wording.families)), rng)

@@ -1,6 +1,6 @@
 """The oracle of the facts task: single turns to imitate before any reward is there to learn from.
 
-It writes what a careful reader keeps: the sentences that the question needs, word for word, and nothing else.
+It writes what a careful reader keeps: the facts that the question needs, a short sentence each, and nothing else.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FactsOracle:
     def _empty(self, story: Story, rng: random.Random) -> str:
         """A memory that holds nothing of the story."""
         if rng.random() < MISTAKEN:
-            return story.other(rng)
+            return story.other_note(rng)
         return rng.choice([FIRST_MEMORY, NOTHING])
 
     def _chunk(self, story: Story, before: int, after: int, rng: random.Random) -> str:

@@ -95,13 +95,12 @@ class Sheet:
         for _ in range(config.questions):
             self._statements.append(self._new(rng))
         self.reserved = [statement.value.casefold() for statement in self._statements]
-        sentences = [wording.tell(statement, rng) for statement in self._statements]
-        is_told = [rng.random() < config.told for _ in sentences]
-        told = [sentence for sentence, known in zip(sentences, is_told, strict=True) if known]
+        is_told = [rng.random() < config.told for _ in self._statements]
+        told = [wording.tell(one, rng) for one, known in zip(self._statements, is_told, strict=True) if known]
         self.chunk = self._write(told, config.blocks, rng)
         self.turns = [
-            (wording.ask(statement, rng), *self._memories(sentence, known, rng))
-            for statement, sentence, known in zip(self._statements, sentences, is_told, strict=True)
+            (wording.ask(statement, rng), *self._memories(statement, known, rng))
+            for statement, known in zip(self._statements, is_told, strict=True)
         ]
 
     def other(self, rng: random.Random) -> str:
@@ -144,9 +143,11 @@ class Sheet:
         held = [[sentence for sentence, at in zip(told, places, strict=True) if at == place] for place in range(blocks)]
         return "".join(write_block(self, sentences, "prose", rng) for sentences in held).rstrip()
 
-    def _memories(self, sentence: str, known: bool, rng: random.Random) -> tuple[str, str]:
+    def _memories(self, statement: Statement, known: bool, rng: random.Random) -> tuple[str, str]:
         """-> the memory before and after the chunk."""
+        note = self.wording.note(statement)
         if not known and rng.random() < KEPT:
-            return sentence, sentence
-        before = self.other(rng) if rng.random() < MISTAKEN else rng.choice([FIRST_MEMORY, NOTHING])
-        return before, sentence if known else NOTHING
+            return note, note
+        mistaken = rng.random() < MISTAKEN
+        before = self.wording.note(self._new(rng)) if mistaken else rng.choice([FIRST_MEMORY, NOTHING])
+        return before, note if known else NOTHING

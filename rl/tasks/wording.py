@@ -68,6 +68,12 @@ class Wording:
         """A question for its value. instead: words for parts of the subject."""
         return self._worded("ask", statement, rng, instead)
 
+    def note(self, statement: Statement) -> str:
+        """The sentence that a memory keeps of it; its last words are the value."""
+        text: str = self.families[statement.family]["note"]
+        text = text.format_map({**statement.subject, "value": statement.value})
+        return text[0].upper() + text[1:]
+
     def filler(self, kind: str, rng: random.Random) -> str:
         """A sentence or line that tells nothing."""
         return _expanded(f"{{{kind}}}", self._filler, rng, {})

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 import torch
-from palimpsest.bench import chunk_latency, limits
+from palimpsest.bench import chunk_latency, limits, trained_agent
 from palimpsest.bench.carrying import price
 from palimpsest.bench.chunk_latency import Work
 from palimpsest.bench.endurance import endurance
@@ -14,8 +14,10 @@ from palimpsest.bench.ours import VARIANTS, Ours, tokens
 from palimpsest.bench.readings import ForcedReading
 from palimpsest.bench.turns import Turns
 from palimpsest.cli import main
-from palimpsest.engine import carried
-from palimpsest.engine.config import AgentConfig, SamplingParams
+from palimpsest.engine import carried, lora, reading_file
+from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
+from palimpsest.engine.engine import Engine
+from palimpsest.engine.lora import LoraConfig
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,27 @@ def test_every_part_as_a_user_runs_it(tiny_model, peers_folder, capsys, monkeypa
     assert "fake differs first in turn 0, token 0" in printed
     asked = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
     assert [question["op"] for question in asked] == ["turn"] * 9 + ["quit"] * 2  # 2 chunks and the answer, 3 rounds
+
+
+def test_a_trained_agent_reads_as_its_folder_says(tiny_model, peers_folder, tmp_path, capsys, monkeypatch):
+    engine = Engine(tiny_model, EngineConfig(kv_bytes=1 << 20, threads=1))
+    lora.add(engine, LoraConfig(rank=2))
+    lora.save(engine.model, tmp_path / "adapter")
+    reading_file.write(tmp_path / "adapter", AgentConfig(64, 10, 4))
+    monkeypatch.setattr(trained_agent, "CHUNKS", 2)
+    folder = peers_folder({"arguments": ["1"]})
+    options = ["--rounds", "1", "--threads", "1", "--model", tiny_model, "--adapter", str(tmp_path / "adapter")]
+    assert main(["bench", "chunk_latency", *options, "--peers", str(folder)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    off, mine, peer = found["rows"]
+    assert off["engine"].endswith("drafts off") and mine["context"] == 64 and peer["engine"].startswith("fake")
+    assert 0 <= mine["undecoded"] <= 1 and mine["seconds_per_chunk"] > 0 and "drafts" in mine
+    assert [target["name"] for target in found["targets"]] == ["agent.64.float32.vs_best_peer"]
+    asked = [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+    turns = [question["n"] for question in asked if question["op"] == "turn"]
+    assert len(turns) >= 6 and max(turns) <= 10
+    assert main(["bench", "chunk_latency", *options, "--quick"]) == 2
+    assert "leave --works, --quick" in capsys.readouterr().err
 
 
 def test_quick_is_a_part_of_it(tiny_model, capsys):
