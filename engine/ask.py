@@ -24,7 +24,7 @@ from .documents import Document, file_sha256, open_document
 from .engine import Engine
 from .errors import ConfigError, RequestError
 from .memory_agent import MemoryAgent
-from .reading import Event, Reading, TextProgress, TurnEnded, TurnStarted
+from .reading import Event, Reading, ReadingCounters, TextProgress, TurnEnded, TurnStarted
 from .trace import traced
 
 __all__ = ["run"]
@@ -138,6 +138,7 @@ class Display:
                 elif isinstance(event, TurnEnded):
                     self._turn_ended(event)
                 else:
+                    self._tell(_costs(event.reading.counters))
                     return event.reading
         raise RuntimeError("the reading ended without an answer")
 
@@ -185,6 +186,13 @@ class Display:
             return f"{rate:,.0f} tokens/s"
         left = int(max(0.0, self._total_tokens - tokens) / rate)
         return f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left"
+
+
+def _costs(counters: ReadingCounters) -> str:
+    return (
+        f"{counters.turns} turns, {counters.undecoded_turns} of them without a decode step; "
+        f"{counters.seconds / counters.turns:.2f} s a turn"
+    )
 
 
 def _printable(text: str) -> str:

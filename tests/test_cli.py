@@ -48,6 +48,7 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(document, options, cap
     assert out == "".join(c for c in summary["answer"] if c.isprintable() or c in "\n\t") + "\n"
     chunks = summary["counters"]["turns"] - 1
     assert err.count(" tokens read (") == err.count(" left\n") == chunks > 2
+    assert f"{chunks + 1} turns, 0 of them without a decode step; " in err
     assert "(100%)" in err
 
 
