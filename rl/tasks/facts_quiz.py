@@ -1,5 +1,5 @@
-"""The quiz of the facts task: many questions about one chunk, in prompts that have it first, so that a training pass
-computes it once for all of them; and between them turns of the oracle in the agent's own prompts.
+"""The quiz of the facts task: many questions about one chunk, in prompts that have it first and no memory, so that a
+training pass computes it once for all of them; and between them turns of the oracle in the agent's own prompts.
 
 The answer of one question is a fact about others to the rest.
 """
@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 from ...engine.config import _require_int, _require_number
 from ...engine.memory_agent import MemoryAgent
-from ...engine.templates import FIRST_MEMORY, TEMPLATES, Slot, Template, TokenTemplate
+from ...engine.templates import TEMPLATES, Slot, Template, TokenTemplate
 from ..supervised import Example
 from .facts import NOTHING, write_block
-from .facts_oracle import MISTAKEN, FactsOracle, FactsOracleConfig
+from .facts_oracle import FactsOracle, FactsOracleConfig
 from .wording import Statement, Wording
 
 __all__ = ["FactsQuiz", "FactsQuizConfig"]
 
 NEAR = 0.5  # share of the questions that are about the same as one before them, but for another part
-KEPT = 0.4  # share of the memories that hold the answer, where the chunk does not tell it
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class FactsQuizConfig:
     single_blocks, fewest and most, in their chunks."""
 
     seed: int = 0
-    blocks: int = 3
-    questions: int = 8
-    told: float = 0.6
-    singles: int = 3
+    blocks: int = 4
+    questions: int = 12
+    told: float = 0.7
+    singles: int = 2
     single_blocks: tuple[int, int] = (1, 3)
 
     def __post_init__(self) -> None:
@@ -62,7 +61,7 @@ class FactsQuiz:
     def __init__(self, agent: MemoryAgent, config: FactsQuizConfig) -> None:
         self.agent, self.config = agent, config
         self._wording = Wording("train")
-        self._template = TokenTemplate(_chunk_before_all(), agent.tokenizer)
+        self._template = TokenTemplate(_chunk_before_problem(), agent.tokenizer)
         self._oracle = FactsOracle(agent, config.oracle)
 
     def example(self, index: int) -> Example:
@@ -72,22 +71,22 @@ class FactsQuiz:
         if asked >= config.questions:
             return self._oracle.example(chunk * config.singles + asked - config.questions)
         sheet = Sheet(self._wording, config, random.Random(f"facts quiz {config.seed} {chunk}"))
-        question, memory, response = sheet.turns[asked]
+        question, response = sheet.turns[asked]
         encode = self.agent.tokenizer.encode
-        texts = {Slot.PROBLEM: question, Slot.MEMORY: memory, Slot.CHUNK: sheet.chunk}
+        texts = {Slot.PROBLEM: question, Slot.CHUNK: sheet.chunk}
         values: dict[Slot, array[int]] = {slot: encode(text) for slot, text in texts.items()}
         return Example.of(self._template.fill(values), encode(response), self.agent.tokenizer.eos_ids[0])
 
 
-def _chunk_before_all() -> Template:
-    """The published prompt with its chunk in front of the problem."""
+def _chunk_before_problem() -> Template:
+    """The published prompt with its chunk in front of the problem, and without the memory."""
     parts = TEMPLATES["chunk_first"].parts
     problem, chunk = parts[1:4], parts[4:7]
-    return Template((parts[0], *chunk, *problem, *parts[7:]))
+    return Template((parts[0], *chunk, *problem, parts[-1]))
 
 
 class Sheet:
-    """A chunk, and for each question about it a turn: question, memory, response."""
+    """A chunk, and turns about it: a question, and the memory after it."""
 
     def __init__(self, wording: Wording, config: FactsQuizConfig, rng: random.Random) -> None:
         self.wording = wording
@@ -99,8 +98,8 @@ class Sheet:
         told = [wording.tell(one, rng) for one, known in zip(self._statements, is_told, strict=True) if known]
         self.chunk = self._write(told, config.blocks, rng)
         self.turns = [
-            (wording.ask(statement, rng), *self._memories(statement, known, rng))
-            for statement, known in zip(self._statements, is_told, strict=True)
+            (wording.ask(one, rng), wording.note(one) if known else NOTHING)
+            for one, known in zip(self._statements, is_told, strict=True)
         ]
 
     def other(self, rng: random.Random) -> str:
@@ -142,12 +141,3 @@ class Sheet:
         places = [rng.randrange(blocks) for _ in told]
         held = [[sentence for sentence, at in zip(told, places, strict=True) if at == place] for place in range(blocks)]
         return "".join(write_block(self, sentences, "prose", rng) for sentences in held).rstrip()
-
-    def _memories(self, statement: Statement, known: bool, rng: random.Random) -> tuple[str, str]:
-        """-> the memory before and after the chunk."""
-        note = self.wording.note(statement)
-        if not known and rng.random() < KEPT:
-            return note, note
-        mistaken = rng.random() < MISTAKEN
-        before = self.wording.note(self._new(rng)) if mistaken else rng.choice([FIRST_MEMORY, NOTHING])
-        return before, note if known else NOTHING
