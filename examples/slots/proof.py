@@ -17,26 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from palimpsest.rl.log import read_log
-from palimpsest.rl.tasks.slots import VARIANTS
+from palimpsest.rl.tasks.slots import MOST_KEYS, VARIANTS
 from palimpsest.rl.tasks.slots_model import write_model
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-# What of warmup.yaml changes in each stage. The look-up forms with many keys in a short chunk; then chunks grow, with
-# lengths mixed, as a model that has seen one length alone goes by positions; at last come wrong memories and the bias.
+# What of warmup.yaml changes in each stage. The look-up forms with many keys in short chunks; then chunks grow, with
+# lengths mixed, as a model that has seen one length alone goes by positions; the bias comes last.
 CONSTANT = {"optimizer.learning_rate": 1e-3, "optimizer.schedule": "constant", "optimizer.total_steps": None}
 
 
 def stage(steps: int, chunks: list[int], **changes: Any) -> dict[str, Any]:
-    return {
-        "rollout.steps": steps,
-        "data.chunk_tokens": chunks,
-        "data.bias": 0.0,
-        "data.wrong": 0.0,
-        **CONSTANT,
-        **changes,
-    }
+    return {"rollout.steps": steps, "data.chunk_tokens": chunks, "data.bias": 0.0, **CONSTANT, **changes}
 
 
 def falling(rate: float, steps: int) -> dict[str, Any]:
@@ -44,13 +37,10 @@ def falling(rate: float, steps: int) -> dict[str, Any]:
 
 
 STAGES = {
-    "look-up": stage(500, [16, 16], **{"data.keys": [6, 6], "optimizer.warmup_steps": 40}),
-    "two-keys": stage(350, [16, 16]),
-    "chunks-32": stage(120, [16, 32]),
-    "chunks-64": stage(150, [16, 64]),
-    "chunks-128": stage(250, [32, 128]),
-    "sure": stage(350, [32, 128], **falling(1e-3, 350), **{"data.wrong": 0.2}),
-    "bias": stage(350, [128, 128], **falling(8e-4, 350), **{"data.wrong": 0.2, "data.bias": 0.9}),
+    "look-up": stage(300, [16, 32], **{"data.keys": [6, 6], "data.shuffled": 1.0, "optimizer.warmup_steps": 40}),
+    "chunks": stage(200, [16, 128], **{"data.keys": [2, 6], "data.shuffled": 0.5}),
+    "sure": stage(300, [64, 128], **falling(1e-3, 300)),
+    "bias": stage(300, [128, 128], **falling(8e-4, 300), **{"data.bias": 0.9}),
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # what a step of reinforcement learning costs with something switched off
     "all on": {},
@@ -138,8 +128,8 @@ def warm_up(work: Work) -> Path:
         if not (place / "model").exists():
             (place / "log.jsonl").unlink(missing_ok=True)
             changes = {**stage_changes, **work.changes, "model.path": str(model), "log.folder": str(place)}
-            if work.variant != "plain" and name == "look-up":
-                changes["data.keys"] = [4, 4]  # more facts of each would not fit into a unit
+            if work.variant != "plain" and "data.keys" in changes:  # more facts of each would not fit into a unit
+                changes["data.keys"] = [min(keys, MOST_KEYS) for keys in changes["data.keys"]]
             train("warmup.yaml", changes)
         model = place / "model"
     return model

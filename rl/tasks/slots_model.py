@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -27,7 +28,9 @@ MEMORY_FIRST = Template((*_PROBLEM, *_MEMORY, *_CHUNK, " update"))
 CHUNK_FIRST = Template((*_PROBLEM, *_CHUNK, *_MEMORY, " update"))
 FINAL = Template((*_PROBLEM, *_MEMORY, " answer"))
 
-SHAPE = {
+HEAD = 32  # size
+STRENGTH = 5.0  # of the first layer's biases
+SHAPE: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -56,15 +59,29 @@ def write_model(folder: str | Path, seed: int = 0) -> None:
 
 
 def _first(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Norms 1, biases 0, the rest normal: columns ** -0.5, half of it where a layer adds to the residual stream."""
+    """Norms 1, biases 0 but for those below, embeddings normal of deviation 0.15, the rest normal of columns ** -0.5, a
+    fifth of it where a layer adds to the residual stream.
+
+    A look-up attends to what stands after a word that is known, so at each token it needs the one before. To learn both
+    at once takes long, and with some seeds for ever; so head h of the first layer begins by looking h tokens back.
+    """
     if "norm" in name:
         return torch.ones(shape)
+    if name.endswith(("layers.0.self_attn.q_proj.bias", "layers.0.self_attn.k_proj.bias")):
+        return _looking_back(shape[0] // HEAD, is_query="q_proj" in name)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    deviation = 0.02 if name == checkpoint.EMBEDDING else shape[1] ** -0.5
+    deviation = 0.15 if name == checkpoint.EMBEDDING else shape[1] ** -0.5
     if "o_proj" in name or "down_proj" in name:
-        deviation /= 2
+        deviation /= 5
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+def _looking_back(heads: int, is_query: bool) -> Tensor:
+    """[heads * HEAD] biases whose rotated product is largest h tokens back: STRENGTH ** 2 * sum of cos(w * (d - h))."""
+    w = SHAPE["rope_theta"] ** (-torch.arange(HEAD // 2) / (HEAD // 2))
+    back = torch.arange(heads)[:, None] if is_query else torch.zeros(heads, 1)
+    return STRENGTH * torch.cat([torch.cos(w * back), -torch.sin(w * back)], dim=1).flatten()
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -31,8 +31,10 @@ class OracleConfig:
     variant: of the task. noise: probability that one slot of a response is wrong. bias: probability of the typical
     mistake where it can be made: to drop what was known when the chunk brings something else, or, where the last write
     wins, to keep what was known. wrong: probability that a memory without the fact that a chunk brings holds a random
-    value instead: over a long document something wrong gets in, and what is written must still replace it. finals:
-    share of examples that are final turns.
+    value instead: over a long document something wrong gets in, and what is written must still replace it. shuffled:
+    probability that the memory has its keys in another order than the question. Readings have one order; but with
+    several, what is known is found by its key, as facts in the chunk are, and not by its place. finals: share of
+    examples that are final turns.
     """
 
     seed: int = 0
@@ -42,6 +44,7 @@ class OracleConfig:
     noise: float = 0.03
     bias: float = 0.85
     wrong: float = 0.0
+    shuffled: float = 0.0
     finals: float = 0.15
 
     def __post_init__(self) -> None:
@@ -57,7 +60,7 @@ class OracleConfig:
         most = MOST_KEYS if self.variant == "plain" else MOST_KEYS // 2 + 1
         _require(self.keys[1] <= most, f"{owner}.keys must be at most {most} with {self.variant!r}, got {self.keys}")
         _require_choice(owner, "variant", self.variant, tuple(VARIANTS))
-        for name in ("noise", "bias", "wrong", "finals"):
+        for name in ("noise", "bias", "wrong", "shuffled", "finals"):
             _require_number(owner, name, getattr(self, name), 0.0, 1.0)
 
     def examples(self, agent: MemoryAgent) -> SlotsOracle:
@@ -92,6 +95,8 @@ class SlotsOracle:
         facts = [fact for written in needles for fact in written]
         after = self._mistaken(before, _read(before, facts), rng)
         nothing = not any(before.values()) and rng.random() < 0.5
+        if rng.random() < config.shuffled:
+            before = dict(rng.sample(list(before.items()), len(before)))
         memory = FIRST_MEMORY if nothing else _text(before)
         return self._example(asked, memory, chunk, _text(after))
 

@@ -59,7 +59,7 @@ def test_what_is_drawn_depends_on_the_problem_alone(agent: MemoryAgent) -> None:
         return {outcome.index: outcome.reading.answer for outcome in found.outcomes}
 
     whole = answers(*range(12))
-    assert len(set(whole.values())) > 6
+    assert len(set(whole.values())) > 4
     assert answers(9, 0, 4, 2, 3, 10) == {index: whole[index] for index in (0, 2, 3, 4, 9, 10)}
 
 

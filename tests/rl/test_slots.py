@@ -8,14 +8,17 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 from palimpsest.engine.config import AgentConfig, EngineConfig
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.errors import ConfigError
 from palimpsest.engine.memory_agent import MemoryAgent
+from palimpsest.engine.reference import rotate
 from palimpsest.engine.tokenizer import Tokenizer
 from palimpsest.rl.tasks.slots import KEYS, UNIT, VALUES, VARIANTS, Slots, SlotsConfig
 from palimpsest.rl.tasks.slots_model import CHUNK_FIRST, FINAL, MEMORY_FIRST, write_model
 from palimpsest.rl.tasks.slots_oracle import OracleConfig, SlotsOracle
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,17 @@ def test_transformers_reads_the_folder(folder: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == 714_624
 
 
+def test_the_heads_of_the_first_layer_begin_by_looking_back(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    query, key = (weights[f"model.layers.0.self_attn.{name}_proj.bias"].view(-1, 32) for name in "qk")
+    angles = torch.outer(torch.arange(40.0), 10000.0 ** (-torch.arange(16) / 16))
+    now, before = torch.full((1,), 39), torch.arange(40)
+    queries = rotate(query[None], now, angles.cos(), angles.sin())[0]
+    keys = rotate(key[None].expand(40, -1, -1), before, angles.cos(), angles.sin())[:, 0]
+    probabilities = (queries @ keys.T / 32**0.5).softmax(-1)
+    assert (39 - probabilities.argmax(-1)).tolist() == [0, 1, 2, 3] and probabilities.amax(-1).min() > 0.8
+
+
 @pytest.mark.parametrize("template", [MEMORY_FIRST, CHUNK_FIRST])
 def test_prompts_are_short(agent: MemoryAgent, template: object) -> None:
     config = dataclasses.replace(agent.config, template=template)
@@ -134,6 +148,24 @@ def test_bias_drops_what_was_known(agent: MemoryAgent) -> None:
     changed = [pair for pair in zip(examples(0.0), examples(1.0), strict=True) if pair[0] != pair[1]]
     assert 300 * 0.85 * 2 / 9 * 0.5 < len(changed) < 300 * 0.85 * 2 / 9 * 1.5
     assert all(right.count("none") + 1 == wrong.count("none") for right, wrong in changed)
+
+
+def test_a_shuffled_memory_has_another_order(agent: MemoryAgent) -> None:
+    def orders(shuffled: float) -> list[bool]:
+        """Of each memory that knows something: whether its keys stand as in the question. The response's always do."""
+        config = OracleConfig(chunk_tokens=(32, 32), keys=(6, 6), noise=0.0, finals=0.0, shuffled=shuffled)
+        found = []
+        for example in map(SlotsOracle(agent, config).example, range(50)):
+            words = agent.tokenizer.decode(example.prompt_ids).split()
+            asked, known = words[1:7], words[8 : words.index("text")][::2]
+            assert agent.tokenizer.decode(example.response_ids[:-1]).split()[::2] == asked
+            if known[0] in KEYS:
+                assert sorted(known) == sorted(asked)
+                found.append(known == asked)
+        return found
+
+    assert len(orders(0.0)) > 30 and all(orders(0.0))
+    assert len(orders(1.0)) > 30 and sum(orders(1.0)) < 3
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 100}, {"keys": 5}, {"variant": "other"}, {"seed": -1}])
