@@ -25,6 +25,15 @@ ROOT = HERE.parents[1]
 FOLDER = ROOT / "run" / "embedded"
 
 LENGTHS = {"1K": 64, "4K": 64, "16K": 32, "64K": 24, "256K": 4}  # documents of each
+SHORT, MIDDLE = ("1K", "4K"), ("1K", "4K", "16K")
+# What is measured, by name: what of rl.yaml is other, and the lengths.
+WORKS = {
+    "one_fact": ("data.variant=one_fact", tuple(LENGTHS)),
+    "two_hop": ("data.variant=two_hop", MIDDLE),
+    "last_value": ("data.variant=last_value", MIDDLE),
+    "other_filler": ("data.filler=mixed", MIDDLE),
+    "direct": ("model.engine.max_context=8192", SHORT),  # the whole document in one prompt
+}
 
 
 def main() -> None:
@@ -39,7 +48,8 @@ def main() -> None:
     names = list(LENGTHS)[: list(LENGTHS).index(args.longest) + 1]
     documents = {name: min(LENGTHS[name], args.documents or LENGTHS[name]) for name in names}
     rows = [row for name, adapter in adapters.items() for row in measure(name, adapter, documents)]
-    (FOLDER / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    results = {"rows": rows, "prose": {name: prose(adapter) for name, adapter in adapters.items()}}
+    (FOLDER / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def palimpsest(*words: object) -> str:
@@ -76,15 +86,24 @@ def reinforce() -> Path:
 def measure(name: str, adapter: Path | None, documents: dict[str, int]) -> Iterator[dict[str, Any]]:
     """A row of results for each length and kind of question, on words and sentences that are held out."""
     for length, count in documents.items():
-        for variant in ("one_fact", "two_hop", "last_value"):
-            if length in ("64K", "256K") and (variant != "one_fact" or name == "base"):
+        for work, (change, lengths) in WORKS.items():
+            if length not in lengths or (name == "base" and length not in SHORT):
                 continue
             words = ["bench", "reading_accuracy", HERE / "rl.yaml", "--lengths", length, "--documents", count]
-            words += ["--set", f"data.variant={variant}", "--set", "data.split=held_out"]
+            words += ["--method", "direct" if work == "direct" else "memory"]
+            words += ["--set", "data.split=held_out", "--set", change]
             words += ["--set", "model.adapter=null"] if adapter is None else ["--adapter", adapter]
-            output = FOLDER / "accuracy" / f"{name}-{variant}.jsonl"
+            output = FOLDER / "accuracy" / f"{name}-{work}.jsonl"
             [row] = json.loads(palimpsest(*words, "--output", output).splitlines()[-1])["rows"]
-            yield {"model": name, "variant": variant, **row}
+            yield {"model": name, "work": work, **row}
+
+
+def prose(adapter: Path | None) -> dict[str, Any]:
+    """What prose.py finds."""
+    command = [sys.executable, HERE / "prose.py", *(() if adapter is None else ("--adapter", adapter))]
+    printed = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":
