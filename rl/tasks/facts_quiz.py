@@ -32,8 +32,8 @@ class FactsQuizConfig:
     seed: int = 0
     blocks: int = 4
     questions: int = 12
-    told: float = 0.7
-    singles: int = 2
+    told: float = 0.5
+    singles: int = 3
     single_blocks: tuple[int, int] = (1, 3)
 
     def __post_init__(self) -> None:

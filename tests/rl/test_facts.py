@@ -175,7 +175,7 @@ def test_a_quiz_asks_about_one_chunk_what_it_tells_and_what_it_does_not(agent: M
             assert value not in question.casefold() and chunk.count(value) == told
             assert response.casefold().endswith(f"{value}.") if told else response == NOTHING
             kinds[told] += 1
-    assert kinds[True] > kinds[False] > 5
+    assert min(kinds.values()) > 12
     examples = [FactsQuiz(agent, config).example(i) for i in range(2 * (6 + 3))]
     decoded = [agent.tokenizer.decode(example.prompt_ids) for example in examples]
     heads = [text.partition("\n</section>")[0] for text in decoded[:6]]
