@@ -35,13 +35,8 @@ class FactsOracleConfig:
     def __post_init__(self) -> None:
         owner = "FactsOracleConfig"
         _require_int(owner, "seed", self.seed, 0)
-        for name in ("blocks", "variants"):
-            object.__setattr__(self, name, _tuple(owner, name, getattr(self, name)))
-        _require(
-            len(self.blocks) == 2 and self.blocks[0] <= self.blocks[1],
-            f"{owner}.blocks must be [fewest, most], got {self.blocks!r}",
-        )
-        _require_int(owner, "blocks", self.blocks[0], 1)
+        object.__setattr__(self, "blocks", span(owner, "blocks", self.blocks))
+        object.__setattr__(self, "variants", _tuple(owner, "variants", self.variants))
         _require(bool(self.variants), f"{owner}.variants must name at least one of {', '.join(VARIANTS)}")
         for variant in self.variants:
             _require_choice(owner, "variants", variant, tuple(VARIANTS))
@@ -50,6 +45,14 @@ class FactsOracleConfig:
     def examples(self, agent: MemoryAgent) -> FactsOracle:
         """The examples of this configuration, in the prompts of an agent."""
         return FactsOracle(agent, self)
+
+
+def span(owner: str, name: str, value: object) -> tuple[int, int]:
+    """Fewest and most, from a list. Raises ConfigError for anything but two whole numbers from 1, rising."""
+    values = _tuple(owner, name, value)
+    ok = len(values) == 2 and all(type(one) is int for one in values) and 1 <= values[0] <= values[1]
+    _require(ok, f"{owner}.{name} must be [fewest, most], whole numbers of at least 1, got {value!r}")
+    return values[0], values[1]
 
 
 class FactsOracle:

@@ -15,7 +15,7 @@ from ...engine.memory_agent import MemoryAgent
 from ...engine.templates import TEMPLATES, Slot, Template, TokenTemplate
 from ..supervised import Example
 from .facts import NOTHING, write_block
-from .facts_oracle import FactsOracle, FactsOracleConfig
+from .facts_oracle import FactsOracle, FactsOracleConfig, span
 from .wording import Statement, Wording
 
 __all__ = ["FactsQuiz", "FactsQuizConfig"]
@@ -25,12 +25,12 @@ NEAR = 0.5  # share of the questions that are about the same as one before them,
 
 @dataclass(frozen=True)
 class FactsQuizConfig:
-    """seed: of all examples. blocks: of a chunk, see facts.BLOCK. questions: about each chunk, that many examples in a
-    row. told: share of them that the chunk answers. singles: examples of the oracle after them, one fact each, with
-    single_blocks, fewest and most, in their chunks."""
+    """seed: of all examples. blocks: fewest and most in a chunk, see facts.BLOCK. questions: about each chunk, so many
+    examples in a row. told: share of them that the chunk answers. singles: examples of the oracle after them, one fact
+    each, with single_blocks, fewest and most, in their chunks."""
 
     seed: int = 0
-    blocks: int = 4
+    blocks: tuple[int, int] = (3, 8)
     questions: int = 12
     told: float = 0.5
     singles: int = 3
@@ -39,7 +39,7 @@ class FactsQuizConfig:
     def __post_init__(self) -> None:
         owner = "FactsQuizConfig"
         _require_int(owner, "seed", self.seed, 0)
-        _require_int(owner, "blocks", self.blocks, 1)
+        object.__setattr__(self, "blocks", span(owner, "blocks", self.blocks))
         _require_int(owner, "questions", self.questions, 1)
         _require_number(owner, "told", self.told, 0.0, 1.0)
         _require_int(owner, "singles", self.singles, 0)
@@ -96,7 +96,7 @@ class Sheet:
         self.reserved = [statement.value.casefold() for statement in self._statements]
         is_told = [rng.random() < config.told for _ in self._statements]
         told = [wording.tell(one, rng) for one, known in zip(self._statements, is_told, strict=True) if known]
-        self.chunk = self._write(told, config.blocks, rng)
+        self.chunk = self._write(told, rng.randint(*config.blocks), rng)
         self.turns = [
             (wording.ask(one, rng), wording.note(one) if known else NOTHING)
             for one, known in zip(self._statements, is_told, strict=True)

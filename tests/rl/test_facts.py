@@ -165,7 +165,7 @@ def test_the_oracle_keeps_what_the_question_needs(agent: MemoryAgent) -> None:
 
 
 def test_a_quiz_asks_about_one_chunk_what_it_tells_and_what_it_does_not(agent: MemoryAgent) -> None:
-    config = FactsQuizConfig(seed=2, blocks=2, questions=6, singles=3)
+    config = FactsQuizConfig(seed=2, blocks=(2, 2), questions=6, singles=3)
     kinds = Counter[bool]()
     for number in range(8):
         sheet = Sheet(Wording("train"), config, random.Random(number))
@@ -195,6 +195,8 @@ def test_a_quiz_asks_about_one_chunk_what_it_tells_and_what_it_does_not(agent: M
         (lambda: FactsOracleConfig(blocks=(3, 1)), "blocks"),
         (lambda: FactsOracleConfig(variants=("plain",)), "variants"),
         (lambda: FactsOracleConfig(variants=()), "at least one"),
+        (lambda: FactsOracleConfig(blocks=(0, 1)), "blocks"),
+        (lambda: FactsQuizConfig(blocks=(1, 2, 3)), "blocks must be"),
         (lambda: FactsQuizConfig(questions=0), "questions"),
         (lambda: FactsQuizConfig(told=2.0), "told"),
     ],
