@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from palimpsest.engine import lora, reading_file
-from palimpsest.engine.config import AgentConfig, EngineConfig
+from palimpsest.engine.config import AgentConfig, EngineConfig, SamplingParams
 from palimpsest.engine.defaults import embedded_model_path
 from palimpsest.engine.engine import Engine
 from palimpsest.engine.memory_agent import MemoryAgent
@@ -19,7 +19,8 @@ from palimpsest.rl.evaluation import Outcome, evaluate
 from palimpsest.rl.trajectory import Problem
 
 FOLDER = Path(__file__).resolve().parent / "prose"
-PLAIN = AgentConfig(chunk_tokens=512, memory_tokens=96, answer_tokens=24)  # without an adapter that says how to read
+PLAIN = AgentConfig(chunk_tokens=512, memory_tokens=96, answer_tokens=24)  # where no palimpsest.json says how to read
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Prose:
@@ -42,14 +43,15 @@ def main() -> None:
     engine = Engine(embedded_model_path(), EngineConfig(threads=args.threads, max_context=2048, kv_bytes=1 << 28))
     if args.adapter is not None:
         lora.merge(engine, args.adapter)
-    agent = MemoryAgent(engine, PLAIN if args.adapter is None else reading_file.read(args.adapter))
+    is_told = args.adapter is not None and (Path(args.adapter) / reading_file.NAME).exists()
+    agent = MemoryAgent(engine, reading_file.read(args.adapter) if is_told else PLAIN)
     source = Prose()
 
     def tell(outcome: Outcome) -> None:
         problem, right = source.problem(outcome.index), "right" if outcome.reward else "wrong"
         print(f"{right}: {problem.question} {outcome.reading.answer.strip()!r}", flush=True)
 
-    found = evaluate(agent, source, range(len(source.rows)), "sub_em", told=tell)
+    found = evaluate(agent, source, range(len(source.rows)), "sub_em", sampling=GREEDY, told=tell)
     rows = [
         {"document": name, "questions": len(rewards), "right": sum(rewards)}
         for name in source.texts
