@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SHAPES", "Build", "Shape", "builds"]
+__all__ = ["HEADS", "SHAPES", "Build", "Shape", "builds"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Shape:
 
 
 SHAPES = (Shape("Qwen2.5-7B", 7, 128, 3584), Shape("Qwen2.5-14B", 5, 128, 5120))
+HEADS = tuple(Shape(f"heads of {dim}", 4, dim, 0) for dim in (64, 80, 96, 256))
 PAGE = 16
 
 
@@ -43,8 +44,11 @@ class Build:
 
 
 def builds(shape: Shape) -> Iterator[Build]:
-    """Every kernel as a model of this shape launches it."""
+    """Every kernel as a model of this shape launches it. Of some heads alone those of attention."""
     yield from _attention(shape)
+    yield from _attention_backward(shape)
+    if shape in HEADS:
+        return
     yield from _linear(shape)
     yield from _elementwise(shape)
     yield from _vocabulary()
@@ -63,8 +67,8 @@ def _least(kind: str) -> int:
 def _attention(shape: Shape) -> Iterator[Build]:
     import torch
 
-    from ..triton_kernels import attention, attention_backward
-    from ..triton_kernels.tuning import attention_blocks, backward_stages, next_power_of_2
+    from ..triton_kernels import attention
+    from ..triton_kernels.tuning import attention_blocks, next_power_of_2
 
     tables = "query_start kv_length tables rows skipped"
     integers = "spans heads kv_heads table_stride tiles"
@@ -80,7 +84,7 @@ def _attention(shape: Shape) -> Iterator[Build]:
         ("group", False, True),
         ("prefill", False, False),
     ):
-        for pages, dtype in (("bf16", torch.bfloat16), ("fp8e4nv", torch.float8_e4m3fn)):
+        for pages, dtype in (("bf16", torch.bfloat16), ("fp8e4nv", torch.float8_e4m3fn), ("fp32", torch.float32)):
             blocks = attention_blocks(shape.head_dim, shape.group, dtype, small=small)
             types = _types(
                 {"query out log_sums peaks totals partials": "fp32", "key_pages value_pages": pages, tables: "i32"},
@@ -88,29 +92,38 @@ def _attention(shape: Shape) -> Iterator[Build]:
             )  # fmt: skip
             constants = sizes | {
                 "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "TILE": attention.TILE, "CAUSAL": name != "group",
-                "PARTIAL": partial, "HALF": True, "SAVES": not partial,
+                "PARTIAL": partial, "HALF": pages != "fp32", "SAVES": not partial,
             }  # fmt: skip
             label = f"attention {name} {pages}"
             yield Build(
                 label, attention.attention_kernel, types, constants, blocks.warps, blocks.stages,
-                tensor=not small, least=_least(pages),
+                tensor=blocks.m >= 64 and pages != "fp32", least=_least(pages),
             )  # fmt: skip
     types = _types({"peaks totals partials out": "fp32", "query_start kv_length": "i32"}, "spans heads tiles")
     constants = {"DIM": shape.head_dim, "BLOCK_D": sizes["BLOCK_D"], "TILE": attention.TILE}
     yield Build("attention merge", attention.merge_kernel, types, constants, 4, 3)
-    block_m = max(attention_backward.BLOCK_M, next_power_of_2(shape.group))
-    stages = backward_stages(shape.head_dim)
-    constants = sizes | {
-        "BLOCK_M": block_m, "BLOCK_N": attention_backward.BLOCK_N, "HALF": True, "LOG2E": attention.LOG2E
-    }  # fmt: skip
-    read = {"grad query log_sums deltas": "fp32", "key_pages value_pages": "bf16", "query_start tables": "i32"}
-    integers = "spans heads kv_heads table_stride"
-    for name, kernel, extra in (
-        ("queries", attention_backward.query_gradient_kernel, {"grad_query": "fp32", "kv_length": "i32"}),
-        ("context", attention_backward.context_gradient_kernel, {"grad_key grad_value": "fp32", "kv_start": "i32"}),
-    ):
-        types = _types(read | extra, integers, "scale")
-        yield Build(f"attention backward {name}", kernel, types, constants, attention_backward.WARPS, stages)
+
+
+def _attention_backward(shape: Shape) -> Iterator[Build]:
+    import torch
+
+    from ..triton_kernels import attention_backward
+    from ..triton_kernels.attention import LOG2E
+    from ..triton_kernels.tuning import backward_blocks, next_power_of_2
+
+    for pages, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        blocks = backward_blocks(shape.head_dim, shape.group, dtype)
+        constants: dict[str, Any] = {
+            "GROUP": shape.group, "PAGE": PAGE, "DIM": shape.head_dim, "BLOCK_D": next_power_of_2(shape.head_dim),
+            "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "HALF": pages != "fp32", "LOG2E": LOG2E,
+        }  # fmt: skip
+        read = {"grad query log_sums deltas": "fp32", "key_pages value_pages": pages, "query_start tables": "i32"}
+        for name, kernel, extra in (
+            ("queries", attention_backward.query_gradient_kernel, {"grad_query": "fp32", "kv_length": "i32"}),
+            ("context", attention_backward.context_gradient_kernel, {"grad_key grad_value": "fp32", "kv_start": "i32"}),
+        ):
+            types = _types(read | extra, "spans heads kv_heads table_stride", "scale")
+            yield Build(f"attention backward {name} {pages}", kernel, types, constants, blocks.warps, blocks.stages)
 
 
 def _linear(shape: Shape) -> Iterator[Build]:

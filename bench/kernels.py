@@ -20,7 +20,7 @@ from rich.table import Table
 from ..engine.errors import ConfigError, PalimpsestError
 from .clock import Sample
 from .device import DeviceProbe, device_of, seconds_of
-from .kernel_builds import SHAPES, builds
+from .kernel_builds import HEADS, SHAPES, builds
 from .report import describe_machine, row
 from .rounds import Entry, Measured, alternate, ratio
 
@@ -70,7 +70,7 @@ def _compile(options: argparse.Namespace) -> int:
     if _interpreted():
         raise ConfigError("the interpreter compiles nothing; unset TRITON_INTERPRET")
     rows, missed = [], []
-    for shape in SHAPES[:1] if options.quick else SHAPES:
+    for shape in SHAPES[:1] if options.quick else (*SHAPES, *HEADS):
         for build in builds(shape):
             for capability in (c for c in CAPABILITIES if c >= build.least):
                 compiled = compile_ahead(

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from .arithmetic import dot, narrow
 from .attention import LOG2E, span_of
-from .tuning import backward_stages, next_power_of_2
+from .tuning import backward_blocks, next_power_of_2
 
 __all__ = ["paged_attention_backward"]
-
-BLOCK_M = 32  # rows of queries (tokens x heads of one key head) per product
-BLOCK_N = 32  # tokens of context per product
-WARPS = 4
 
 
 @triton.jit
@@ -145,18 +141,18 @@ def paged_attention_backward(
     )
     if not tokens:
         return grad_query, grad_key, grad_value
-    block_m = max(BLOCK_M, next_power_of_2(group))
+    blocks = backward_blocks(head_dim, group, key_pages.dtype)
     numbers = scale, len(kv_length), heads, kv_heads, pages.stride(0)
     sizes = {
         "GROUP": group, "PAGE": page_size, "DIM": head_dim, "BLOCK_D": max(next_power_of_2(head_dim), 16),
-        "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "HALF": key_pages.dtype != torch.float32, "LOG2E": LOG2E,
-        "num_warps": WARPS, "num_stages": backward_stages(head_dim),
+        "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "HALF": key_pages.dtype != torch.float32, "LOG2E": LOG2E,
+        "num_warps": blocks.warps, "num_stages": blocks.stages,
     }  # fmt: skip
-    query_gradient_kernel[(tokens // (block_m // group) + len(kv_length), kv_heads)](
+    query_gradient_kernel[(tokens // (blocks.m // group) + len(kv_length), kv_heads)](
         grad, query, key_pages, value_pages, log_sums, deltas, query_start, kv_length, pages, grad_query,
         *numbers, **sizes,
     )  # fmt: skip
-    context_gradient_kernel[(context // BLOCK_N + len(kv_length), kv_heads)](
+    context_gradient_kernel[(context // blocks.n + len(kv_length), kv_heads)](
         grad, query, key_pages, value_pages, log_sums, deltas, query_start, kv_start, pages, grad_key, grad_value,
         *numbers, **sizes,
     )  # fmt: skip

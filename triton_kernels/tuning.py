@@ -11,7 +11,7 @@ __all__ = [
     "AttentionBlocks",
     "LinearBlocks",
     "attention_blocks",
-    "backward_stages",
+    "backward_blocks",
     "linear_blocks",
     "next_power_of_2",
     "row_warps",
@@ -68,16 +68,24 @@ def attention_blocks(head_dim: int, group: int, pages: torch.dtype, *, small: bo
 
     n belongs to the result: it is the same for few rows and many.
     """
-    m = 16 if small else 64
-    if head_dim > 128 and not small:
-        m = 32  # more rows of so large a head do not fit the registers
-    n = 32 if pages == torch.float32 and head_dim > 64 else 64  # nor do more float32 tokens the shared memory
-    return AttentionBlocks(max(m, next_power_of_2(group)), n, 4 if small else 8, 2)
+    wide = head_dim > 128
+    if pages == torch.float32:  # without matrix instructions each thread holds rows of both operands
+        m, n = 16 if small else 32, 32 if head_dim <= 64 else 16
+        warps, stages = (4, 2) if small and not wide else (8, 3 if wide else 2)
+    else:
+        m, n = 16 if small else 32 if wide else 64, 32 if wide else 64
+        warps, stages = 4 if small else 8, 2
+    return AttentionBlocks(max(m, next_power_of_2(group)), n, warps, stages)
 
 
-def backward_stages(head_dim: int) -> int:
-    """Load stages of attention's backward pass."""
-    return 3 if head_dim <= 128 else 2
+def backward_blocks(head_dim: int, group: int, pages: torch.dtype) -> AttentionBlocks:
+    """The blocks of attention's backward pass."""
+    wide = head_dim > 128
+    if pages == torch.float32:
+        side, warps, stages = 16, 4 if wide else 8, 2
+    else:
+        side, warps, stages = (32, 8, 2) if wide else (32, 4, 3)
+    return AttentionBlocks(max(side, next_power_of_2(group)), side, warps, stages)
 
 
 def shared_bytes(device: torch.device) -> int:

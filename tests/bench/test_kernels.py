@@ -21,7 +21,7 @@ def compiled(*options: str, **environment: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "palimpsest", "bench", "kernels", "--compile-only", *options]
     path = os.pathsep.join(sys.path)
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=250, env=inherited | {"PYTHONPATH": path} | environment
+        command, capture_output=True, text=True, timeout=500, env=inherited | {"PYTHONPATH": path} | environment
     )
 
 
