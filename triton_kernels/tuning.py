@@ -66,15 +66,17 @@ class AttentionBlocks:
 def attention_blocks(head_dim: int, group: int, pages: torch.dtype, *, small: bool) -> AttentionBlocks:
     """The blocks for heads of this size, `group` query heads per key head. small: the step has few rows.
 
-    n belongs to the result: it is the same for few rows and many.
+    n belongs to the result: it is the same for few rows and many. The sizes are those with which no register is
+    spilled (bench/kernels.md).
     """
     wide = head_dim > 128
     if pages == torch.float32:  # without matrix instructions each thread holds rows of both operands
-        m, n = 16 if small else 32, 32 if head_dim <= 64 else 16
-        warps, stages = (4, 2) if small and not wide else (8, 3 if wide else 2)
+        m, n, warps = 16 if small else 32, 16, 8
+        stages = 2 if small or 64 < head_dim < 128 else 1 if head_dim <= 64 else 3
+    elif wide:
+        m, n, warps, stages = 16 if small else 32, 32, 4 if small else 16 if pages == torch.bfloat16 else 8, 2
     else:
-        m, n = 16 if small else 32 if wide else 64, 32 if wide else 64
-        warps, stages = 4 if small else 8, 2
+        m, n, warps, stages = 16 if small else 64, 64, 4 if small else 8, 2
     return AttentionBlocks(max(m, next_power_of_2(group)), n, warps, stages)
 
 
