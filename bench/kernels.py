@@ -1,7 +1,8 @@
 """`palimpsest bench kernels`: every kernel timed beside its floor and torch; with --compile-only as Triton builds it.
 
 Timed on a GPU, with shapes of Qwen2.5-7B; with --device cpu --tiny the same code runs under Triton's interpreter, whose
-times mean nothing. Built for sm_80 and sm_90, no GPU needed, with shapes of Qwen2.5-7B and 14B, and attention of other heads. Ends in one JSON line.
+times mean nothing. Built for sm_80 and sm_90, no GPU needed, with shapes of Qwen2.5-7B and 14B, and attention of other
+heads. Ends in one JSON line.
 """
 
 from __future__ import annotations
