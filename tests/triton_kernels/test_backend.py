@@ -282,4 +282,4 @@ def test_the_gradient_is_that_of_the_cpu(tmp_path: Path) -> None:
 
 def _with_short_prompts(trajectory: Trajectory) -> Trajectory:
     """The interpreter takes its time."""
-    return replace(trajectory, turns=[replace(turn, prompt_ids=turn.prompt_ids[-10:]) for turn in trajectory.turns])
+    return replace(trajectory, turns=[replace(turn, prompt_ids=turn.prompt_ids[-4:]) for turn in trajectory.turns])
