@@ -35,15 +35,16 @@ def compile_ahead(
 ) -> Compiled:  # fmt: skip
     """Compile a kernel for compute capability 80 or 90.
 
-    types: of each argument that is no constant ("*bf16", "i32", "fp32"); pointers are 16-byte aligned, and so are
-    integers marked by ":16". constants: the values of all others. fused: whether a multiplication and an addition may
-    become one.
+    types: of each argument that is no constant ("*bf16", "i32", "fp32"); pointers are 16-byte aligned, where the kernel
+    asks for that, and so are integers marked by ":16". constants: the values of all others. fused: whether a
+    multiplication and an addition may become one.
     """
     signature = {name: types[name].removesuffix(":16") if name in types else "constexpr" for name in kernel.arg_names}
+    anywhere = kernel.do_not_specialize_on_alignment
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if name in types and (types[name].startswith("*") or types[name].endswith(":16"))
+        if name in types and (types[name].endswith(":16") or (types[name].startswith("*") and name not in anywhere))
     }
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)

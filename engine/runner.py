@@ -89,7 +89,8 @@ class Runner:
             return
         self._recorded, self.graphs = layers, None  # the old ones' memory goes first
         if not adapters(model):
-            with explained("recording CUDA graphs", self.device, "use EngineConfig(graphs=False)"):
+            remedy = "use EngineConfig(graphs=False)"
+            with self._on_device(), explained("recording CUDA graphs", self.device, remedy):
                 self.graphs = Graphs(
                     self.run_layers, plan, self.page_size, self.num_pages, self.device, exact=model.ops.exact
                 )
@@ -111,7 +112,7 @@ class Runner:
         }
         rounds = Rounds(runs.values())
         what, remedy = f"a step of {tokens} tokens", "lower EngineConfig.max_step_tokens, kv_share or kv_bytes"
-        with explained(what, self.device, remedy):
+        with self._on_device(), explained(what, self.device, remedy):
             lists = _lists(step, rounds.rows)
             inputs = StepInputs.pack(spans, self.page_size, lists) if graph is None else graph.pack(spans, lists)
             memory = upload(inputs.host(), self.device)
@@ -131,6 +132,10 @@ class Runner:
             self._draw(hidden, rounds, given)
         results = [runs[i].result if i in runs else SpanResult() for i in range(len(spans))]
         return [_with_scores(*pair) if pair[1] else pair[0] for pair in zip(results, scores, strict=True)]
+
+    def _on_device(self) -> torch.cuda.device:
+        """Kernels are launched on the current GPU, and in every new thread that is the first one."""
+        return torch.cuda.device(self.pages[0].key.get_device())  # -1, and nothing to do, on the CPU
 
     def _copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy partial pages, reading all sources before any target is written: a target may be another's source."""

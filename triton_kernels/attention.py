@@ -88,7 +88,10 @@ def span_of(block, query_start, spans, TOKENS: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["spans", "table_stride", "tiles"],
+    do_not_specialize_on_alignment=["query_start", "kv_length", "tables", "rows", "skipped"],
+)
 def attention_kernel(
     query, key_pages, value_pages, query_start, kv_length, tables, rows, skipped, out, log_sums, peaks, totals,
     partials, scale, spans, heads, kv_heads, table_stride, tiles,
@@ -144,7 +147,7 @@ def attention_kernel(
                 tl.store(log_sums + place, peak + tl.log2(total), mask=active)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spans", "tiles"], do_not_specialize_on_alignment=["query_start", "kv_length"])
 def merge_kernel(
     peaks, totals, partials, query_start, kv_length, out, spans, heads, tiles,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,

@@ -25,7 +25,10 @@ def load_half(pointer, mask, HALF: tl.constexpr):
     return narrow(x) if HALF else x.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["spans", "table_stride"],
+    do_not_specialize_on_alignment=["query_start", "kv_length", "tables"],
+)
 def query_gradient_kernel(
     grad, query, key_pages, value_pages, log_sums, deltas, query_start, kv_length, tables, grad_query,
     scale, spans, heads, kv_heads, table_stride,
@@ -69,7 +72,10 @@ def query_gradient_kernel(
         tl.store(grad_query + place[:, None] * DIM + at_d[None, :], total, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["spans", "table_stride"],
+    do_not_specialize_on_alignment=["query_start", "kv_start", "tables"],
+)
 def context_gradient_kernel(
     grad, query, key_pages, value_pages, log_sums, deltas, query_start, kv_start, tables, grad_key, grad_value,
     scale, spans, heads, kv_heads, table_stride,

@@ -19,7 +19,7 @@ from .tuning import linear_blocks, shared_bytes
 __all__ = ["linear", "scaled_linear"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BANDS: tl.constexpr,

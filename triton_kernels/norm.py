@@ -54,7 +54,7 @@ def norm_backward_kernel(
     tl.store(scales + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weight_gradient_kernel(grad, x, scales, sums, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum over a block of rows of grad * x * scale, for a block of columns."""
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -48,7 +48,7 @@ def turn(row, weight, c, s, eps, at, HALF: tl.constexpr, NORMED: tl.constexpr):
     return first * c - second * s, second * c + first * s
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def turn_and_write_kernel(
     query, key, value, query_norm, key_norm, positions, cos, sin, slots, out, key_pages, value_pages, query_stride,
     key_stride, value_stride, heads, kv_heads, eps, PAGE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,7 +78,7 @@ def turn_and_write_kernel(
         put(value_pages + place + HALF, second, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rotate_kernel(x, positions, cos, sin, out, token_stride, heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)

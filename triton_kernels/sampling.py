@@ -219,7 +219,7 @@ def draw_kernel(
     tl.store(best_id + place, tl.min(tl.where(kept & (scores == score), at, vocabulary), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def pick_kernel(logits, temperatures, peaks, totals, best, best_id, out, rows, vocabulary, tiles):
     """Id, log-probability and log-sum-exp of a row."""
     row = tl.program_id(0).to(tl.int64)

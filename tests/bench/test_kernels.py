@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from palimpsest.bench import kernels
+from palimpsest.bench import kernel_builds, kernels
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -45,6 +45,24 @@ def test_kernels_of_one_model() -> None:
 @pytest.mark.slow
 def test_kernels_of_all_models() -> None:
     judge(compiled())
+
+
+# What changes from step to step: numbers, and arrays that lie anywhere in a step's memory.
+NUMBERS = {"rows", "spans", "table_stride"}
+ARRAYS = {"query_start", "kv_length", "kv_start", "tables", "rows", "skipped", "positions", "slots"}
+
+
+@pytest.mark.parametrize("shape", [kernel_builds.SHAPES[0], kernel_builds.HEADS[0]])
+def test_no_step_has_a_kernel_built_anew(shape: kernel_builds.Shape) -> None:
+    """The table's build is the one that is launched, whatever a step's numbers are and wherever its arrays lie."""
+    for build in kernel_builds.builds(shape):
+        told = getattr(build.kernel, "kwargs", None) or vars(build.kernel)  # the interpreter's, or Triton's own
+        numbers, arrays = (set(told[name] or ()) for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
+        attends = {"tiles"} if build.name.startswith("attention") else set()
+        of_step = NUMBERS | attends | ARRAYS
+        changing = {name: build.types[name].startswith("*") for name in build.types if name in of_step}
+        assert {name for name, is_array in changing.items() if is_array} == arrays, build.name
+        assert {name for name, is_array in changing.items() if not is_array} == numbers, build.name
 
 
 def test_the_interpreter_is_refused() -> None:

@@ -246,6 +246,32 @@ def test_what_is_tried_for_its_size_is_let_go(monkeypatch: pytest.MonkeyPatch) -
     assert memory.bytes_held(made_once.pop, torch.device("cpu")) == 30 and there() is None
 
 
+def test_steps_and_recordings_run_on_the_gpu_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the current one is: in every new thread, as AsyncEngine's, it is the first."""
+    engine = make_engine(make_model_folder(tmp_path, "llama"), graphs=False)
+    current, seen = [0], []  # type: ignore[var-annotated]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    run = Decoder.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(current[-1])
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 1)
+    monkeypatch.setattr(Decoder, "forward", watched)
+    engine.generate([PROMPT], replace(GREEDY, max_tokens=2))
+    steps = len(seen)
+    record(engine, [])
+    assert 0 < steps < len(seen) and set(seen) == {1} and current == [0]
+
+
 def test_plans_fit_the_scheduler() -> None:
     assert GraphPlan.within(list, 70, 8, 4096).sizes == (1, 2, 4, 8, 16, 32, 64)  # type: ignore[arg-type]
     assert GraphPlan.within(list, 2048, 8, 100).sizes[-1] == 96  # type: ignore[arg-type]
