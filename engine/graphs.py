@@ -127,7 +127,8 @@ class Graphs:
         """spare: a page that no sequence gets. exact: whether a row's bits depend on nothing but the row."""
         needed = bisect_left(plan.sizes, plan.spans) + 1  # for steps of single rows
         self.sizes, self._exact = plan.sizes if exact else plan.sizes[:needed], exact
-        record, most = plan.recorder(), plan.spans + 1  # the padding's too
+        # With the padding's; without exactness each row may need a span of its own, as kernels of single rows want it.
+        record, most = plan.recorder(), plan.spans + 1 if exact else self.sizes[-1]
         tables = torch.zeros(most, -(-plan.window // page_size), dtype=torch.int32, device=device)
         self._graphs: dict[int, StepGraph] = {}
         for size in reversed(self.sizes):  # into the memory of the largest the others fit

@@ -22,7 +22,7 @@ from palimpsest.engine.acceptance import Acceptance
 from palimpsest.engine.draft import Drafter
 from palimpsest.engine.graphs import GraphPlan, Graphs
 from palimpsest.engine.layer_stack import LayerStack
-from palimpsest.engine.model import Decoder
+from palimpsest.engine.model import Batch, Decoder
 from palimpsest.engine.runner import Runner, page_bytes
 from palimpsest.engine.step import Span
 from palimpsest.tests.tiny_models import make_model_folder
@@ -270,6 +270,21 @@ def test_steps_and_recordings_run_on_the_gpu_of_the_pages(tmp_path: Path, monkey
     steps = len(seen)
     record(engine, [])
     assert 0 < steps < len(seen) and set(seen) == {1} and current == [0]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_recorded_without_exactness_has_a_span_for_each_row(exact: bool) -> None:
+    """So that it is by the kernels that take single rows."""
+    rows: dict[int, int] = {}
+
+    def run(batch: Batch) -> Tensor:
+        rows[len(batch.ids)] = len(batch.spans.kv_length)
+        return batch.ids
+
+    plan = GraphPlan(lambda: lambda run: run, SIZES, 5, 200)
+    for graph in Graphs(run, plan, 16, 0, torch.device("cpu"), exact=exact)._graphs.values():
+        graph._replay()
+    assert rows == ({1: 1, 2: 2, 4: 4, 8: 6, 16: 6} if exact else {1: 1, 2: 2, 4: 4, 8: 8})
 
 
 def test_plans_fit_the_scheduler() -> None:
