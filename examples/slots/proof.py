@@ -40,7 +40,7 @@ STAGES = {
     "look-up": stage(300, [16, 32], **{"data.keys": [6, 6], "data.shuffled": 1.0, "optimizer.warmup_steps": 40}),
     "chunks": stage(200, [16, 128], **{"data.keys": [2, 6], "data.shuffled": 0.5}),
     "sure": stage(300, [64, 128], **falling(1e-3, 300)),
-    "bias": stage(300, [128, 128], **falling(8e-4, 300), **{"data.bias": 0.9}),
+    "bias": stage(500, [128, 128], **falling(1e-3, 500), **{"data.bias": 0.9}),
 }
 WITHOUT: dict[str, dict[str, Any]] = {  # what a step of reinforcement learning costs with something switched off
     "all on": {},
@@ -50,7 +50,8 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what a step of reinforcement learning 
     "all off": {"model.engine.drafts": False, "model.engine.open_prompt": False, "parallel.share_prefixes": False},
 }
 LENGTHS = {"1K": 256, "4K": 256, "16K": 256, "64K": 256, "256K": 64, "1M": 32, "3.5M": 32}  # documents of each
-SHORT = ("1K", "4K", "16K", "64K")  # for what is not greedy, and for the warm-up model
+LONG, AT_ONCE = ("1M", "3.5M"), 8  # so many documents of these are read side by side
+SHORT = {"1K": 256, "4K": 256, "16K": 128, "64K": 64}  # for all but the greedy readings of the trained plain models
 
 
 def main() -> None:
@@ -65,9 +66,12 @@ def main() -> None:
     work = Work(args.folder, args.seed, args.variant, args.chunk_first)
     warm = warm_up(work)
     trained = reinforce(work, warm)
+    lengths = LENGTHS if work.name == f"seed {work.seed}" else SHORT
     names = list(LENGTHS)[: list(LENGTHS).index(args.longest) + 1]
-    most = {name: min(LENGTHS[name], args.documents or LENGTHS[name]) for name in names}
-    short = {name: most[name] for name in names if name in SHORT}
+    most, short = (
+        {name: min(counts[name], args.documents or counts[name]) for name in names if name in counts}
+        for counts in (lengths, SHORT)
+    )
     rows = measure(work, trained, "rl", "greedy", most)
     figures = {"seconds": seconds(work.folder), "accuracy": rows, "steps": list(steps(work.folder / "rl"))}
     if work.name == "seed 0":
@@ -159,8 +163,11 @@ def measure(work: Work, model: Path, name: str, sampling: str, documents: dict[s
     for length, count in documents.items():
         output = work.folder / f"accuracy-{name}.jsonl"
         words = ["bench", "reading_accuracy", HERE / "rl.yaml", *settings, "--model", model, "--output", output]
-        words += ["--lengths", length, "--documents", count, "--sampling", sampling]
-        [row] = json.loads(palimpsest(*words).splitlines()[-1])["rows"]
+        words += ["--lengths", length, "--sampling", sampling, "--documents"]
+        if length in LONG:  # documents end together, and what is read of them until then is lost when it is stopped
+            for known in range(AT_ONCE, count, AT_ONCE):
+                palimpsest(*words, known)
+        [row] = json.loads(palimpsest(*words, count).splitlines()[-1])["rows"]
         rows.append({"model": name, **row})
     return rows
 
