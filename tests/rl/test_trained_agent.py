@@ -45,4 +45,4 @@ def test_most_turns_take_no_decode_step() -> None:
     memory = [each.drafts["memory"] for each in counters]
     assert sum(each.accepted for each in memory) > 0.7 * sum(each.proposed for each in memory)
     right = [reading.answer.strip() == problem.answers[0] for reading, problem in zip(readings, PROBLEMS, strict=True)]
-    assert sum(right) >= 5
+    assert all(right)
