@@ -113,8 +113,9 @@ def _attention_backward(shape: Shape) -> Iterator[Build]:
 
     for pages, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         blocks = backward_blocks(shape.head_dim, shape.group, dtype)
+        # A batch's own keys and values, each a page (triton_backward.py).
         constants: dict[str, Any] = {
-            "GROUP": shape.group, "PAGE": PAGE, "DIM": shape.head_dim, "BLOCK_D": next_power_of_2(shape.head_dim),
+            "GROUP": shape.group, "PAGE": 1, "DIM": shape.head_dim, "BLOCK_D": next_power_of_2(shape.head_dim),
             "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "HALF": pages != "fp32", "LOG2E": LOG2E,
         }  # fmt: skip
         read = {"grad query log_sums deltas": "fp32", "key_pages value_pages": pages, "query_start tables": "i32"}

@@ -89,7 +89,7 @@ def backward_blocks(head_dim: int, group: int, pages: torch.dtype) -> AttentionB
     """The blocks of attention's backward pass."""
     wide = head_dim > 128
     if pages == torch.float32:
-        side, warps, stages = 16, 4 if wide else 8, 2
+        side, warps, stages = (16, 4, 2) if wide else (16, 8, 1)
     else:
         side, warps, stages = (32, 8, 2) if wide else (32, 4, 3)
     return AttentionBlocks(max(side, next_power_of_2(group)), side, warps, stages)
