@@ -120,7 +120,8 @@ def call_cost(name: str, args: tuple[Any, ...], result: Any) -> Cost:
     if name == "all layers":  # what is inside is not seen from here
         return Cost(0.0, 0.0)
     if name == "attend":
-        return _attend_cost(*args[:7])
+        query, key, value, _turn, *where = args[:8]
+        return _attend_cost(query, key, value, *where)
     tensors = [tensor for value in (*args, result) for tensor in _tensors(value)]
     if name == "embedding":  # of the table only the rows asked for
         return Cost(0.0, 2.0 * result.nbytes)

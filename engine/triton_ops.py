@@ -119,6 +119,7 @@ class TritonKernels:
         self, query: Tensor, key: Tensor, value: Tensor, turn: Turn, key_pages: Tensor, value_pages: Tensor,
         slots: Tensor,
     ) -> Tensor:  # fmt: skip
+        """The part of `attend` before attention, in one launch: -> the query, normed and turned."""
         return rotary.turn_and_write(
             query, key, value, turn.query_norm, turn.key_norm, turn.eps, turn.positions, turn.cos, turn.sin, key_pages,
             value_pages, slots,

@@ -13,7 +13,7 @@ def test_attention_counts_the_keys_that_each_row_sees():
     query, pages, key = torch.zeros(4, 4, 8), torch.zeros(1000, 2, 16, 8), torch.zeros(4, 2, 8)
     seen = 8 + 9 + 10 + 5
     slots = torch.zeros(4, dtype=torch.int64)
-    cost = call_cost("attend", (query, key, key, pages, pages, slots, spans, 1.0), query)
+    cost = call_cost("attend", (query, key, key, None, pages, pages, slots, spans, 1.0), query)
     assert cost.flops == seen * 4 * (2 * 8 + 2 * 8)
     written = 2 * 2 * key.numel() * 4 + 4 * 8
     assert cost.bytes == (10 + 5) * 2 * 8 * (4 + 4) + 2 * query.numel() * 4 + written
