@@ -9,7 +9,7 @@ import pytest
 import torch
 from palimpsest.engine import cpu, cpu_backward, reference
 from palimpsest.engine.autograd import Differentiable
-from palimpsest.engine.ops import Spans
+from palimpsest.engine.ops import Spans, Turn
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch, assert_same_bits
 from torch import Tensor
 
@@ -180,7 +180,9 @@ class Case:
     def run(self, op: Op, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None) -> list[Tensor]:
         pages = [torch.full(self.page_shape, math.nan, dtype=kv_dtype or dtype) for _ in range(2)]
         inputs = [x.to(dtype) for x in self.inputs]
-        return gradients(op, inputs, self.towards, *pages, self.slots, self.spans, 0.17)
+        half = inputs[0].shape[2] // 2
+        unturned = Turn(torch.zeros_like(self.slots), torch.ones(1, half), torch.zeros(1, half))
+        return gradients(op, inputs, self.towards, unturned, *pages, self.slots, self.spans, 0.17)
 
     def flat(self) -> Tensor:
         return torch.cat([x.flatten() for x in self.run(KERNELS.attend)])
