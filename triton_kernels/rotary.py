@@ -38,6 +38,13 @@ def put(target, x, inside):
 
 
 @triton.jit
+def angles(cos, sin, position, at, HALF: tl.constexpr):
+    """A position's row of the tables."""
+    place, inside = position * HALF + at, at < HALF
+    return tl.load(cos + place, mask=inside, other=1.0), tl.load(sin + place, mask=inside, other=0.0)
+
+
+@triton.jit
 def turn(row, weight, c, s, eps, at, HALF: tl.constexpr, NORMED: tl.constexpr):
     """Both halves of a head, normed and turned."""
     first, second = halves(row, at, HALF)
@@ -58,8 +65,7 @@ def turn_and_write_kernel(
     position = tl.load(positions + token)
     at = tl.arange(0, BLOCK)
     inside = at < HALF
-    c = tl.load(cos + position * HALF + at, mask=inside, other=0.0)
-    s = tl.load(sin + position * HALF + at, mask=inside, other=0.0)
+    c, s = angles(cos, sin, position, at, HALF)
     if head < heads:
         row = query + token * query_stride + head * 2 * HALF
         first, second = turn(row, query_norm, c, s, eps, at, HALF, NORMED)
@@ -84,20 +90,11 @@ def rotate_kernel(x, positions, cos, sin, out, token_stride, heads, HALF: tl.con
     position = tl.load(positions + token)
     at = tl.arange(0, BLOCK)
     inside = at < HALF
-    c = tl.load(cos + position * HALF + at, mask=inside, other=0.0)
-    s = tl.load(sin + position * HALF + at, mask=inside, other=0.0)
+    c, s = angles(cos, sin, position, at, HALF)
     first, second = turn(x + token * token_stride + head * 2 * HALF, x, c, s, 0.0, at, HALF, False)
     target = out + (token * heads + head) * 2 * HALF + at
     tl.store(target, first, mask=inside)
     tl.store(target + HALF, second, mask=inside)
-
-
-@triton.jit
-def angles(cos, sin, position, at, HALF: tl.constexpr):
-    """A position's row of the tables, float64."""
-    place, inside = position * HALF + at, at < HALF
-    c = tl.load(cos + place, mask=inside, other=1.0).to(tl.float64)
-    return c, tl.load(sin + place, mask=inside, other=0.0).to(tl.float64)
 
 
 @triton.jit
@@ -115,6 +112,7 @@ def move_kernel(
     target = ((slot // PAGE * kv_heads + head) * PAGE + slot % PAGE) * 2 * HALF + at
     c, s = angles(cos, sin, tl.load(old + token), at, HALF)
     c_new, s_new = angles(cos, sin, tl.load(new + token), at, HALF)
+    c, s, c_new, s_new = c.to(tl.float64), s.to(tl.float64), c_new.to(tl.float64), s_new.to(tl.float64)
     square = c * c + s * s
     turn_c, turn_s = (c_new * c + s_new * s) / square, (s_new * c - c_new * s) / square
     first, second = halves(key_pages + source, at, HALF)

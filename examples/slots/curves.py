@@ -37,7 +37,6 @@ def main() -> None:
 
 
 def draw_learning(by_step: Axes, by_time: Axes, name: str, steps: list[dict[str, Any]]) -> None:
-    steps = [step for step in steps if "reward" in step]  # the earliest results have that of the groups kept alone
     rewards = [step["reward"] for step in steps]
     smooth = [sum(rewards[max(i - AROUND + 1, 0) : i + 1]) / min(i + 1, AROUND) for i in range(len(rewards))]
     by_step.plot([step["step"] for step in steps], smooth, label=name)
