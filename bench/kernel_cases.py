@@ -251,14 +251,16 @@ def _attention(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     log_sums = torch.empty(prompt, heads.query, device=device)
     out = whole.ours(few_rows=False, log_sums=log_sums)
     grad = torch.randn_like(out)
+    dense = whole.dense_query, whole.dense_key, whole.dense_value
+    key, value = (x[0].transpose(0, 1).unsqueeze(2).contiguous() for x in dense[1:])
+    rows = torch.arange(prompt, device=device, dtype=torch.int32).unsqueeze(0)  # pages of one token, as in training
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
         return attention_backward.paged_attention_backward(
-            grad, whole.query, out, log_sums, whole.key, whole.value, whole.starts, whole.lengths, whole.tables,
-            whole.scale,
-        )  # fmt: skip
+            grad, whole.query, out, log_sums, key, value, whole.starts, whole.lengths, rows, whole.scale
+        )
 
-    inputs = [x.detach().requires_grad_() for x in (whole.dense_query, whole.dense_key, whole.dense_value)]
+    inputs = [x.detach().requires_grad_() for x in dense]
     result = F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True, enable_gqa=True)
 
     def by_torch() -> tuple[Tensor, ...]:

@@ -110,9 +110,9 @@ class EngineConfig:
     backend: "auto" takes the fastest kernels this machine has, "reference" plain torch, "cpu" the C++ kernels and
     "triton" those of an NVIDIA GPU, or an error.
     attention: on a GPU, the kernels of attention: "triton", "cuda" (C++ for single rows, which must be built, with
-    bfloat16 KV and heads of 64 or 128), "flashinfer" (the package, with bfloat16 KV, for inference), "reference" (plain
-    torch, slow, for inference: to tell whether a kernel is at fault), or "auto", "cuda" where it can run and else
-    "triton".
+    bfloat16 KV and heads of 64 or 128; before Hopper not where long prompts may begin alike), "flashinfer" (the
+    package, with bfloat16 KV, for inference), "reference" (plain torch, slow, for inference: to tell whether a kernel
+    is at fault), or "auto", "cuda" where it can run and else "triton".
     exact: on a GPU, only kernels in which a row's bits do not depend on what else is computed at the same time, so that
     drafts, batches and cut prompts change nothing. The CPU kernels are always so.
     graphs: on a GPU, replay small steps as CUDA graphs, which are recorded when the engine is made: the same results

@@ -13,10 +13,10 @@ from itertools import islice
 from .sampler import Sampled, SampleRow
 from .step import Span, SpanResult
 
-__all__ = ["HEAD_TILE", "Rounds", "Run"]
+__all__ = ["FIRST_TILE", "HEAD_TILE", "Rounds", "Run"]
 
 # Rows that go through the head at once: bounds the [rows, vocabulary] logits. Of drafts few at first and twice as many
-# each time: most that are wrong are so early.
+# each time: most that are wrong are so early. A GPU takes as long for a few rows as for a tile, and each round waits.
 HEAD_TILE, FIRST_TILE = 64, 8
 
 
@@ -86,8 +86,8 @@ class Rounds:
     rows: of the batch, rising, to draw from in this round; none when all runs are over.
     """
 
-    def __init__(self, runs: Iterable[Run]) -> None:
-        self._live, self._most = list(runs), FIRST_TILE
+    def __init__(self, runs: Iterable[Run], first_tile: int) -> None:
+        self._live, self._most = list(runs), first_tile
         self._parts: list[tuple[Run, int]]
         self.rows: list[int]
         self._deal()

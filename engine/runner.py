@@ -20,7 +20,7 @@ from .lora import adapters
 from .memory import available_bytes, explained
 from .model import Batch, Decoder, KVPages
 from .model_config import ModelConfig
-from .run import HEAD_TILE, Rounds, Run
+from .run import FIRST_TILE, HEAD_TILE, Rounds, Run
 from .sampler import prompt_logprobs, sample
 from .step import KVMove, Span, SpanResult, Step
 from .step_inputs import StepInputs
@@ -110,7 +110,7 @@ class Runner:
         runs = {
             i: Run(span, ends[i] - len(span.draft) - 1, self.eos_ids) for i, span in enumerate(spans) if span.samples
         }
-        rounds = Rounds(runs.values())
+        rounds = Rounds(runs.values(), FIRST_TILE if self.device.type == "cpu" else HEAD_TILE)
         what, remedy = f"a step of {tokens} tokens", "lower EngineConfig.max_step_tokens, kv_share or kv_bytes"
         with self._on_device(), explained(what, self.device, remedy):
             lists = _lists(step, rounds.rows)

@@ -130,11 +130,10 @@ def warm_up(work: Work) -> Path:
     for name, stage_changes in STAGES.items():
         place = work.folder / f"warmup-{name}"
         if not (place / "model").exists():
-            (place / "log.jsonl").unlink(missing_ok=True)
             changes = {**stage_changes, **work.changes, "model.path": str(model), "log.folder": str(place)}
             if work.variant != "plain" and "data.keys" in changes:  # more facts of each would not fit into a unit
                 changes["data.keys"] = [min(keys, MOST_KEYS) for keys in changes["data.keys"]]
-            train("warmup.yaml", changes)
+            train("warmup.yaml", changes, "--resume")
         model = place / "model"
     return model
 

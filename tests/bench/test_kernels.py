@@ -25,7 +25,7 @@ def compiled(*options: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def judge(done: subprocess.CompletedProcess[str]) -> None:
+def assert_compiled(done: subprocess.CompletedProcess[str]) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, (report["missed"], done.stderr)
     rows = report["rows"]
@@ -36,7 +36,7 @@ def judge(done: subprocess.CompletedProcess[str]) -> None:
 
 def test_kernels_of_one_model() -> None:
     done = compiled("--quick")
-    judge(done)
+    assert_compiled(done)
     written = Path(kernels.__file__).with_name("kernels.md").read_text()
     if f"triton {triton.__version__};" in written:
         assert [line for line in done.stdout.splitlines()[:-1] if line not in written] == []
@@ -44,7 +44,7 @@ def test_kernels_of_one_model() -> None:
 
 @pytest.mark.slow
 def test_kernels_of_all_models() -> None:
-    judge(compiled())
+    assert_compiled(compiled())
 
 
 # What changes from step to step: numbers, and arrays that lie anywhere in a step's memory.

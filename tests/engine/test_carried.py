@@ -20,6 +20,7 @@ from palimpsest.engine.sequence import Sequence
 from palimpsest.engine.stream import Update
 from palimpsest.engine.trace import traced
 from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
+from palimpsest.tests.engine.test_open_prompt import assert_at_rest
 from palimpsest.tests.tiny_models import make_model_folder
 
 LENGTH = 40
@@ -55,12 +56,6 @@ def rows(engine: Engine, sequence: Sequence, length: int) -> list[torch.Tensor]:
     return [pages[where] for layer in engine.runner.pages for pages in (layer.key, layer.value)]
 
 
-def rest(engine: Engine) -> None:
-    engine.scheduler.check()
-    assert not engine.unfinished and not engine.scheduler.kept
-    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -88,7 +83,7 @@ def test_what_has_not_moved_is_exact(model: Path) -> None:
     pairs = zip(rows(engine, carrier, len(prompt)), rows(plain, exact, len(prompt)), strict=True)
     assert all(torch.equal(moved, computed) for moved, computed in pairs)
     engine.abort(carrier)
-    rest(engine)
+    assert_at_rest(engine)
 
 
 def moved(engine: Engine) -> tuple[array[int], Carried]:
@@ -116,7 +111,7 @@ def test_moved_kv_is_not_shared(model: Path) -> None:
     assert_as_exact_as_torch(of_carrier[0], computed[0], truth[0])
     assert torch.equal(of_carrier[1], computed[1])
     engine.abort(carrier)
-    rest(engine)
+    assert_at_rest(engine)
 
 
 def lose_source(engine: Engine, carrier: Sequence, source: Sequence) -> None:
@@ -147,7 +142,7 @@ def test_what_is_lost_is_computed_exactly(model: Path, lose: Callable[[Engine, S
         engine.scheduler.check()
     exact = run(make(model), prompt)
     assert (carrier.response, carrier.logprobs) == (exact.response, exact.logprobs)
-    rest(engine)
+    assert_at_rest(engine)
 
 
 def test_refusals(model: Path, tmp_path: Path) -> None:
@@ -169,7 +164,7 @@ def test_refusals(model: Path, tmp_path: Path) -> None:
         engine.add(prompt, GREEDY, carried=carried)
     engine.abort_all()
     engine.step()
-    rest(engine)
+    assert_at_rest(engine)
     for options in ({"kv_dtype": "int8"}, {"kv_dtype": "fp8", "backend": "reference"}):
         with pytest.raises(ConfigError, match=f"KV in {options['kv_dtype']} can't be carried"):
             MemoryAgent(make(model, **options), CONFIG)
@@ -182,7 +177,7 @@ def test_an_update_lets_kept_pages_go(model: Path) -> None:
     run(engine, HEAD, keep_kv=True)
     with engine.update():
         pass
-    rest(engine)
+    assert_at_rest(engine)
 
 
 @pytest.mark.parametrize("template", ["memory_first", "chunk_first"])
@@ -196,7 +191,7 @@ def test_readings_carry_their_memories(
     checked(engine, monkeypatch)
     agent = MemoryAgent(engine, replace(CONFIG, template=template))
     readings = agent.read_many([(STORY[:length], QUESTION) for length in (300, 450, 0, 200)])
-    rest(engine)
+    assert_at_rest(engine)
     turns = [turn for reading in readings for turn in reading.turns]
     carried = {turn.carried_tokens for turn in turns if turn.index}
     assert carried == {LENGTH - 1 - RECOMPUTED} | ({0} if "kv_bytes" in limits else set())
@@ -217,7 +212,7 @@ def test_a_reading_closed_anywhere_leaves_no_page(model: Path, kind: type, monke
             break
     assert kind is not TurnEnded or engine.scheduler.kept
     events.close()
-    rest(engine)
+    assert_at_rest(engine)
 
 
 def checked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

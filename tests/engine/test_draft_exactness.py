@@ -138,7 +138,7 @@ def undrafted(engine: Engine, prompt: list[int], params: SamplingParams, sample:
     return drain(engine, [sequence])[0]
 
 
-def same(given: Completion, expected: Completion) -> None:
+def assert_same(given: Completion, expected: Completion) -> None:
     assert replace(given, counters=expected.counters, seconds=expected.seconds) == expected
 
 
@@ -183,7 +183,7 @@ def test_any_draft_in_any_company_gives_the_undrafted_completions(engine: Engine
             engine.close(sequence)
     failures = rng if rng.random() < 0.5 else None
     for given, wanted in zip(drain(engine, sequences, failures), expected, strict=True):
-        same(given, wanted)
+        assert_same(given, wanted)
 
 
 def test_an_unchanged_memory_takes_no_decode_step_and_one_pass_with_the_end_of_the_prompt(engine: Engine) -> None:
@@ -193,7 +193,7 @@ def test_an_unchanged_memory_takes_no_decode_step_and_one_pass_with_the_end_of_t
         reshape(engine, budget=budget)
         sequence = engine.add(PROMPT, params, drafter=Scripted(expected.token_ids[:-1]))
         given = drain(engine, [sequence])[0]
-        same(given, expected)
+        assert_same(given, expected)
         assert (given.counters.decode_steps, given.counters.prefilled_tokens) == (0, 70), f"budget {budget}"
         assert given.counters.drafts == {"memory": DraftCounters(drafts=1, proposed=59, accepted=59)}
         assert len(sequence.drafter.recorded) == 1
@@ -229,7 +229,7 @@ def test_a_draft_takes_no_page_that_another_sequence_needs(engine: Engine) -> No
         for i, completion in enumerate(expected)
     ]
     for given, wanted in zip(drain(engine, sequences), expected, strict=True):
-        same(given, wanted)
+        assert_same(given, wanted)
         assert given.counters.preemptions == 0
 
 
@@ -259,8 +259,8 @@ def test_by_default_a_prompt_drafts_for_itself_open_or_not(engine: Engine) -> No
         engine.close(opened)
         assert opened.drafter is not None
         one, other = drain(engine, [drafted, opened])
-        same(one, other)
-        same(one, undrafted(engine, list(drafted.tokens[: drafted.prompt_length]), params))
+        assert_same(one, other)
+        assert_same(one, undrafted(engine, list(drafted.tokens[: drafted.prompt_length]), params))
 
 
 @pytest.mark.parametrize("end", ["length", "stop id"])
@@ -273,4 +273,4 @@ def test_a_stop_string_counts_before_another_end_that_the_same_draft_brings(engi
     assert expected.finish_reason == "stop" and 0 < len(expected.token_ids) < 20
     reshape(engine, budget=200)
     sequence = engine.add(PROMPT, params, drafter=Scripted(whole.token_ids))
-    same(drain(engine, [sequence])[0], expected)
+    assert_same(drain(engine, [sequence])[0], expected)

@@ -47,10 +47,10 @@ def what_came(readings: Iterable[Reading]) -> list[list[tuple[array[int], array[
     ]
 
 
-def rest(engine: Engine) -> None:
+def assert_at_rest(engine: Engine) -> None:
     """Nothing is left in an engine whose readings are over."""
     engine.scheduler.check()
-    assert not engine.unfinished and not engine._outbox.texts
+    assert not engine.unfinished and not engine.scheduler.kept and not engine._outbox.texts
     assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
 
 
@@ -86,7 +86,7 @@ def test_open_is_closed(
         assert any(reading.counters.prefilled_ahead for reading in readings) == is_open
         assert any(reading.counters.drafts for reading in readings) == drafts
         assert preempt.called or "kv_bytes" not in limits
-        rest(engine)
+        assert_at_rest(engine)
     assert all(other == came[0] for other in came[1:])
 
 
@@ -111,7 +111,7 @@ def test_a_group_is_its_readings_and_shares_what_it_reads(model: Path) -> None:
         config = replace(CONFIG, chunk_tokens=120, template=template, sampling=replace(SAMPLED, seed=8))
         engine = Engine(model, EngineConfig(backend="cpu", threads=1, kv_bytes=1 << 22, max_step_tokens=64))
         group = MemoryAgent(engine, config).rollout(iter([document]), QUESTION, 4, first_sample=2)
-        rest(engine)
+        assert_at_rest(engine)
         plain = Engine(model, EngineConfig(backend="cpu", threads=1, kv_bytes=1 << 22, open_prompt=False))
         alone = MemoryAgent(plain, config).read_many([(document, QUESTION)] * 6)[2:]
         assert what_came(group) == what_came(alone)
@@ -144,7 +144,7 @@ def test_rollouts_come_as_they_finish_and_take_tasks_as_places_become_free(model
     unfinished = agent.rollouts(tasks(), 2)
     next(unfinished)
     unfinished.close()
-    rest(engine)
+    assert_at_rest(engine)
     for message, tasks, n, first in (
         ("n must be a whole number of at least 1", [], 0, 0),
         ("first_sample must be a whole number of at least 0", [], 2, -1),
@@ -239,7 +239,7 @@ def test_the_next_turn_prefills_what_follows_the_memory(base: Engine) -> None:
                 assert found == needed + (before.finish_reason == "length"), (template, turn.index)
             else:
                 assert found < needed and turn.prefilled_ahead == 0, "the separator is shared, too"
-        rest(engine)
+        assert_at_rest(engine)
 
 
 pieces = st.sampled_from(
@@ -309,7 +309,7 @@ def test_any_memories_give_the_closed_readings(
 
         engine.step = checked  # type: ignore[method-assign]
         came.append(what_came(MemoryAgent(engine, config).read_many(tasks)))
-        rest(engine)
+        assert_at_rest(engine)
     assert came[0] == came[1]
 
 
@@ -336,7 +336,7 @@ def test_leaving_at_any_moment_leaves_nothing_behind(base: Engine) -> None:
                     # Between two turns only the opened one is under way, and that is added anew.
                     with pytest.raises(RequestError, match="was aborted") if running else nullcontext():
                         list(events)
-                rest(engine)
+                assert_at_rest(engine)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -367,7 +367,7 @@ def test_a_broken_document_ends_the_turn_that_would_read_it(
         for _, place, _ in agent.rollouts([(document(), QUESTION)], 3):
             ended.append(f"answer of {place}")
     assert ended == ["update"] * turns
-    rest(agent.engine)
+    assert_at_rest(agent.engine)
 
 
 def test_only_what_stays_is_fed(base: Engine) -> None:

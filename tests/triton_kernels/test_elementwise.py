@@ -11,7 +11,7 @@ from torch import Tensor
 ROWS = pytest.mark.parametrize("rows", [0, 1, 5])
 
 
-def judge(kernel: Tensor, twin: Tensor, exact: Tensor) -> None:
+def assert_like_twin(kernel: Tensor, twin: Tensor, exact: Tensor) -> None:
     assert_as_exact_as_torch(kernel.cpu(), twin.cpu(), exact.cpu())
 
 
@@ -23,7 +23,7 @@ def test_rms_norm(device: torch.device, rows: int, columns: int) -> None:
     x = torch.randn(rows, columns + 3, device=device)[:, :columns]  # rows are not neighbours
     weight = torch.randn(columns, device=device).bfloat16()
     exact = reference.rms_norm(x.double(), weight, 1e-5)
-    judge(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), exact)
+    assert_like_twin(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), exact)
 
 
 @ROWS
@@ -34,7 +34,7 @@ def test_add_rms_norm(device: torch.device, rows: int) -> None:
     weight = torch.randn(129, device=device).bfloat16()
     total, normed = add_rms_norm(x, added, weight, 1e-5)
     assert torch.equal(total, x + added)
-    judge(normed, reference.rms_norm(total, weight, 1e-5), reference.rms_norm(total.double(), weight, 1e-5))
+    assert_like_twin(normed, reference.rms_norm(total, weight, 1e-5), reference.rms_norm(total.double(), weight, 1e-5))
 
 
 @pytest.mark.parametrize("of_sum", [False, True])
@@ -55,7 +55,7 @@ def test_rms_norm_backward(device: torch.device, rows: int, of_sum: bool) -> Non
         twin(torch.float64),
         strict=True,
     ):
-        judge(kernel, plain, exact)
+        assert_like_twin(kernel, plain, exact)
 
 
 @ROWS
@@ -65,7 +65,9 @@ def test_silu_product_and_its_gradient(device: torch.device, rows: int) -> None:
     both = torch.randn(rows, 2 * 1030, device=device) * 4
     gate, up = both.chunk(2, dim=1)
     grad = torch.randn_like(gate)
-    judge(silu_product(gate, up), reference.silu_product(gate, up), reference.silu_product(gate.double(), up.double()))
+    assert_like_twin(
+        silu_product(gate, up), reference.silu_product(gate, up), reference.silu_product(gate.double(), up.double())
+    )
 
     def twin(dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in (gate, up)]
@@ -74,4 +76,4 @@ def test_silu_product_and_its_gradient(device: torch.device, rows: int) -> None:
     for kernel, plain, exact in zip(
         silu_product_backward(grad, gate, up), twin(torch.float32), twin(torch.float64), strict=True
     ):
-        judge(kernel, plain, exact)
+        assert_like_twin(kernel, plain, exact)

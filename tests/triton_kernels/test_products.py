@@ -6,7 +6,7 @@ import pytest
 import torch
 from palimpsest.engine import reference
 from palimpsest.engine.ops import Spans
-from palimpsest.tests.csrc.exactness import assert_as_exact_as_torch
+from palimpsest.tests.triton_kernels.test_elementwise import assert_like_twin
 from palimpsest.triton_kernels.tuning import (
     SHARED_BYTES,
     SHARED_BYTES_OF_OTHERS,
@@ -15,10 +15,6 @@ from palimpsest.triton_kernels.tuning import (
     shared_bytes,
 )
 from torch import Tensor
-
-
-def judge(kernel: Tensor, twin: Tensor, exact: Tensor) -> None:
-    assert_as_exact_as_torch(kernel.cpu(), twin.cpu(), exact.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,11 +26,11 @@ def test_linear(device: torch.device, dtype: torch.dtype, rows: int, inputs: int
     weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((outputs, inputs), (outputs,)))
     rounded = x.to(dtype).float()  # bfloat16 weights: so is x
     exact = reference.linear(rounded.double(), weight, bias)
-    judge(linear(x, weight, bias), reference.linear(rounded, weight, bias), exact)
-    judge(linear(x, weight, bias, exact=True), reference.linear(rounded, weight, bias), exact)
+    assert_like_twin(linear(x, weight, bias), reference.linear(rounded, weight, bias), exact)
+    assert_like_twin(linear(x, weight, bias, exact=True), reference.linear(rounded, weight, bias), exact)
     if device.type == "cuda" and rows:  # see test_scaled_linear
         assert torch.equal(linear(x, weight, bias, exact=True)[-1:], linear(x[-1:], weight, bias, exact=True))
-    judge(linear(x, weight, None), reference.linear(rounded, weight, None), exact - bias.double())
+    assert_like_twin(linear(x, weight, None), reference.linear(rounded, weight, None), exact - bias.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -48,7 +44,7 @@ def test_scaled_linear(device: torch.device, dtype: torch.dtype, rows: int) -> N
     codes[0, :4] = torch.tensor([0, 2**-9, -(2**-9), 7 * 2**-9], device=device).to(dtype)  # e4m3: subnormal
     exact = reference.scaled_linear(x.double(), codes, scales, bias)
     ours = scaled_linear(x, codes, scales, bias)
-    judge(ours, reference.scaled_linear(x, codes, scales, bias), exact)
+    assert_like_twin(ours, reference.scaled_linear(x, codes, scales, bias), exact)
     if device.type == "cuda":  # the interpreter multiplies by numpy, whose bits depend on the shape of a block
         whole, alone = (scaled_linear(part, codes, scales, bias, exact=True) for part in (x, x[-1:]))
         assert torch.equal(whole[-1:], alone)
@@ -141,7 +137,7 @@ def test_attention(
     case = Case(device, [1, 5, 21], [130, 5, 70], heads, kv_heads, dim, dtype)
     result, exact = case.run(few_rows=few_rows), case.twin(torch.float64)
     if dtype == torch.float32:
-        judge(result, case.twin(torch.float32), exact)
+        assert_like_twin(result, case.twin(torch.float32), exact)
     else:  # weights are rounded to 8 bits before they meet the values: 2^-9 each, at random
         assert (result.double() - exact).abs().max() < 2**-8 * case.value.float().nan_to_num().abs().max()
 

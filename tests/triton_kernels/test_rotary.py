@@ -8,7 +8,7 @@ from palimpsest.engine import kv_rows, reference
 from palimpsest.engine.ops import Turn
 from palimpsest.engine.rotary import rotary_tables
 from palimpsest.engine.triton_ops import TritonKernels
-from palimpsest.tests.triton_kernels.test_elementwise import ROWS, judge
+from palimpsest.tests.triton_kernels.test_elementwise import ROWS, assert_like_twin
 from palimpsest.tests.triton_kernels.test_products import _require_float8
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def test_turn_and_write(device: torch.device, rows: int, normed: bool, head_dim:
     out = kernels.turn_and_write(query, key, value, turn, *pages, slots)
     at = slots // 4, slice(None), slots % 4
     for ours, heads, weight in ((out, query, turn.query_norm), (pages[0][at], key, turn.key_norm)):
-        judge(ours, turn(heads, weight, KERNELS), turn(heads.double(), weight, KERNELS))
+        assert_like_twin(ours, turn(heads, weight, KERNELS), turn(heads.double(), weight, KERNELS))
     assert torch.equal(pages[1][at], value)
     untouched = torch.ones(12, dtype=torch.bool, device=device).index_fill(0, slots, False).view(3, 4)
     assert all((part.transpose(1, 2)[untouched] == 7).all() for part in pages)
@@ -75,7 +75,7 @@ def test_rotate_and_back(device: torch.device, head_dim: int) -> None:
 
     turn, x = turn_of(device, 5, head_dim, normed=False), torch.randn(5, 5, head_dim, device=device)[:, :3]
     arrays = turn.positions, turn.cos, turn.sin
-    judge(rotate(x, *arrays), reference.rotate(x, *arrays), reference.rotate(x.double(), *arrays))
+    assert_like_twin(rotate(x, *arrays), reference.rotate(x, *arrays), reference.rotate(x.double(), *arrays))
     assert torch.allclose(rotate(rotate(x, *arrays), turn.positions, turn.cos, -turn.sin), x, atol=1e-5)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from palimpsest.engine import reference
-from palimpsest.tests.triton_kernels.test_products import Case, judge
+from palimpsest.tests.triton_kernels.test_products import Case, assert_like_twin
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import HealthCheck, given, settings
@@ -37,7 +37,7 @@ def test_attention(
 ) -> None:
     counts, lengths = [rows for rows, _ in spans], [rows + before for rows, before in spans]
     case = Case(device, counts, lengths, kv_heads * group, kv_heads, dim, torch.float32)
-    judge(case.run(few_rows=few_rows, exact=exact), case.twin(torch.float32), case.twin(torch.float64))
+    assert_like_twin(case.run(few_rows=few_rows, exact=exact), case.twin(torch.float32), case.twin(torch.float64))
 
 
 @given(rows=st.integers(1, 90), inputs=st.integers(1, 150), outputs=st.integers(1, 70), exact=st.booleans())
@@ -48,7 +48,7 @@ def test_linear(device: torch.device, rows: int, inputs: int, outputs: int, exac
     x, weight = torch.randn(rows, inputs, device=device), torch.randn(outputs, inputs, device=device).bfloat16()
     rounded = x.bfloat16().float()
     plain, truth = (reference.linear(part, weight, None) for part in (rounded, rounded.double()))
-    judge(linear(x, weight, None, exact=exact), plain, truth)
+    assert_like_twin(linear(x, weight, None, exact=exact), plain, truth)
 
 
 @given(rows=st.integers(1, 6), columns=st.integers(1, 2100), eps=st.sampled_from([1e-6, 1e-5]))
@@ -57,7 +57,9 @@ def test_rms_norm(device: torch.device, rows: int, columns: int, eps: float) -> 
     from palimpsest.triton_kernels.norm import rms_norm
 
     x, weight = torch.randn(rows, columns, device=device), torch.randn(columns, device=device)
-    judge(rms_norm(x, weight, eps), reference.rms_norm(x, weight, eps), reference.rms_norm(x.double(), weight, eps))
+    assert_like_twin(
+        rms_norm(x, weight, eps), reference.rms_norm(x, weight, eps), reference.rms_norm(x.double(), weight, eps)
+    )
 
 
 @given(rows=st.integers(1, 4), vocabulary=st.integers(1, 9000), spread=st.sampled_from([0.0, 1.0, 30.0]))
@@ -66,4 +68,4 @@ def test_log_sum_exp(device: torch.device, rows: int, vocabulary: int, spread: f
     from palimpsest.triton_kernels.vocabulary import log_sum_exp
 
     logits = torch.randn(rows, vocabulary, device=device) * spread
-    judge(log_sum_exp(logits), logits.logsumexp(1), logits.double().logsumexp(1))
+    assert_like_twin(log_sum_exp(logits), logits.logsumexp(1), logits.double().logsumexp(1))
