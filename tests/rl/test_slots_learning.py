@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
 from palimpsest.engine.config import SamplingParams
 from palimpsest.rl.config_file import load_config
 from palimpsest.rl.evaluation import evaluate
@@ -18,7 +17,6 @@ HELD_OUT = Slots(SlotsConfig(seed=2_000_000, tokens=1024))
 STEPS = 5
 
 
-@pytest.mark.slow
 def test_the_reward_rises(tmp_path: Path) -> None:
     changes = [
         f"model.path={EXAMPLE / 'warmup'}",
@@ -37,7 +35,6 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert all(line["first"]["largest_difference"] == 0 and line["recomputed"] == 0 for line in steps)
 
 
-@pytest.mark.slow
 def test_the_trained_weights_read_what_they_were_never_trained_on(tmp_path: Path) -> None:
     run = Run(load_config(EXAMPLE / "rl.yaml", [f"model.path={EXAMPLE / 'model'}", f"log.folder={tmp_path}"]))
     greedy = SamplingParams(temperature=0.0)
