@@ -92,15 +92,17 @@ class Scheduler(Residents):
         return plan.step()
 
     def settle(self, step: Step) -> None:
-        """Enter what is known of a step as soon as it is under way: the tokens of spans of which nothing is wanted are
-        committed, full pages known. Between `schedule` and `commit`; who reads the pages does so in a later step.
+        """Enter what is known of a step as soon as it is under way: the tokens of spans without a draft are committed,
+        full pages known. Between `schedule` and `commit`; who reads the pages does so in a later step.
         """
         for span in step.spans:
-            if not span.wanted:
+            if not span.draft:
                 self._advance(span)
 
     def commit(self, step: Step, results: Seq[SpanResult]) -> None:
-        """Enter a step's results: tokens become committed, full pages known, responses longer or finished."""
+        """Enter the results of a step that `settle` has seen: responses become longer or finished, what of a draft was
+        drawn is committed.
+        """
         for span, result in zip(step.spans, results, strict=True):
             if not span.wanted:
                 continue
@@ -109,7 +111,7 @@ class Scheduler(Residents):
             reason = self._append(sequence, result)
             if result.error is not None and reason is None:
                 sequence.error, reason = result.error, "error"
-            else:
+            elif span.draft:
                 self._advance(span)
             if reason is not None:
                 self.finish(sequence, reason)
