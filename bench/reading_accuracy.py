@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -81,11 +82,16 @@ def run(
     """The JSON document of the report: a row for each length (tokens) and way of sampling.
 
     seed: of the documents, 0 to documents - 1 of each length. An adapter of the configuration is merged into its model.
-    Raises PalimpsestError for what cannot be read, and for a file of results of something else.
+    Raises PalimpsestError for what cannot be read, for a file of results of something else, and for documents that the
+    configuration trains on.
     """
     for name in samplings:
         if name not in SAMPLINGS:
             raise ConfigError(f"--sampling takes {', '.join(SAMPLINGS)}, got {name!r}")
+    if documents < 1:
+        raise ConfigError(f"--documents must be at least 1, got {documents}")
+    if isinstance(config.data, TaskConfig) and config.data.seed == seed:
+        raise ConfigError(f"--seed {seed} is data.seed: the model was trained on these documents; name another seed")
     path = config.model.path or embedded_model_path()
     if not isinstance(config.agent, AgentConfig):
         raise ConfigError("reading_accuracy measures the memory agent; leave agent.function out")
@@ -93,8 +99,10 @@ def run(
     if config.model.adapter is not None:
         lora.merge(engine, config.model.adapter)
     agent = MemoryAgent(engine, config.agent)
-    subject = {**engine.describe(), "method": method, "seed": seed, "data": dataclasses.asdict(config.data)}
-    results = _Results(output, json.loads(json.dumps(subject)))
+    plain = config.plain()
+    reader = {name: value for name, value in plain["agent"].items() if name != "sampling"}  # --sampling stands for it
+    subject = {**engine.describe(), "method": method, "seed": seed, "data": plain["data"]}
+    results = _Results(output, {**subject, "agent": reader, "reward": config.reward.name})
     for length in lengths:
         source = _source(config, seed, length)
         for name in samplings:
@@ -155,18 +163,25 @@ class _Results:
     """Rows in a file, one JSON line each, the first of which says what they are about; there before `add` returns."""
 
     def __init__(self, path: Path, subject: Row) -> None:
+        """Raises ConfigError for a file that cannot be used, or of something else; it stays as it is."""
         self.path = path
         self.rows: dict[tuple[int, str, int], Row] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # a killed run may have left half a line
-        if len(whole) < len(lines):
-            path.write_text("".join(whole), encoding="utf-8")
-        if whole and json.loads(whole[0]) != subject:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise ConfigError(f"--output {path} cannot be used ({error.strerror}); name a file") from error
+        whole = content[: content.rfind(b"\n") + 1]  # a killed run may have left half a line
+        lines = self._rows(whole)
+        header = {**subject, **lines[0]} if lines else subject  # files of earlier versions say less
+        begun = lines or json.dumps(subject).encode().startswith(content)
+        if header != subject or not begun:
             raise ConfigError(f"{path} holds results of another model, task or configuration; name another --output")
-        for line in whole[1:]:
-            self._enter(json.loads(line))
-        if not whole:
+        for row in lines[1:]:
+            self._enter(row)
+        if len(whole) < len(content):
+            os.truncate(path, len(whole))
+        if not lines:
             self._append(subject)
 
     def add(self, row: Row) -> None:
@@ -195,6 +210,18 @@ class _Results:
             "undecoded": sum(row.get("undecoded", 0) for row in rows) / turns if turns else None,
             "seconds": seconds,
         }
+
+    def _rows(self, content: bytes) -> list[Row]:
+        rows: list[Row] = []
+        for number, line in enumerate(content.splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or not (number == 1 or row.keys() >= {"length", "sampling", "index"}):
+                raise ConfigError(f"{self.path}, line {number}, is no result; mend it, or name another --output")
+            rows.append(row)
+        return rows
 
     def _enter(self, row: Row) -> None:
         self.rows[row["length"], row["sampling"], row["index"]] = row

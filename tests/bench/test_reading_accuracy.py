@@ -65,11 +65,47 @@ def test_direct_reads_all_at_once_where_the_window_holds_it(
     assert [row["documents"] for row in rows] == [3, 0] and rows[1]["reward"] is None
 
 
+def test_means_and_standard_errors(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results.jsonl"
+    measure(config, output, "--lengths", "32")
+    header, *rows = [json.loads(line) for line in output.read_text().splitlines()]
+    for row, reward, seconds in zip(rows, (1.0, 0.0, 1.0), (1.5, 0.5, 2.0), strict=True):
+        row |= {"reward": reward, "seconds": seconds, "undecoded": 1}
+    output.write_text("".join(json.dumps(row) + "\n" for row in (header, *rows)))
+    capsys.readouterr()
+    measure(config, output, "--lengths", "32")
+    [row] = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["reward"] == pytest.approx(2 / 3) and row["standard_error"] == pytest.approx(1 / 3)  # (2/9 / 2) ** 0.5
+    assert row["tokens_per_s"] == 3 * 32 / 4.0 and row["undecoded"] == 3 / 9
+
+
+@pytest.mark.parametrize(
+    "content", ["notes", "notes\nmore", '{"a": 1}\n', "[]\n", "%(header)snot JSON\n", "%(header)s{}\n"]
+)
+def test_a_file_of_something_else_stays_as_it_is(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    measure(config, tmp_path / "results.jsonl", "--lengths", "32")
+    header = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)[0]
+    output = tmp_path / "other.jsonl"
+    output.write_text(content % {"header": header} if "%" in content else content)
+    before = output.read_bytes()
+    measure(config, output, code=2)
+    assert output.read_bytes() == before and "name another --output" in capsys.readouterr().err
+
+
 def test_mistakes_are_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(config, tmp_path / "results.jsonl")
     measure(config, tmp_path / "results.jsonl", "--set", "data.variant=two_hop", code=2)
     measure(config, tmp_path / "results.jsonl", "--seed", "3", code=2)
+    measure(config, tmp_path / "results.jsonl", "--set", "agent.chunk_tokens=32", code=2)
+    measure(config, tmp_path / "results.jsonl", "--set", "reward.name=sub_em", code=2)
+    measure(config, tmp_path / "other.jsonl", "--seed", "0", code=2)
+    measure(config, tmp_path / "other.jsonl", "--documents", "0", code=2)
+    measure(config, tmp_path, code=2)
     measure(config, tmp_path / "other.jsonl", "--sampling", "best", code=2)
     measure(config, tmp_path / "other.jsonl", "--lengths", "1G", code=2)
     errors = capsys.readouterr().err
-    assert errors.count("holds results of another") == 2 and "got 'best'" in errors and "got '1G'" in errors
+    assert errors.count("holds results of another") == 4 and "got 'best'" in errors and "got '1G'" in errors
+    assert "--seed 0 is data.seed" in errors and "--documents must be at least 1, got 0" in errors
+    assert f"{tmp_path} cannot be used" in errors
