@@ -218,6 +218,9 @@ class RunConfig:
             "algorithm": self.algorithm != AlgorithmConfig(),
             "eval.sets": bool(self.eval.sets),
             "rollout.curriculum": self.rollout.curriculum is not None,
+            "rollout.mini_batch": self.rollout.mini_batch is not None,
+            "model.reference": self.model.reference != ModelOptions.reference,
+            "parallel.deterministic": not self.parallel.deterministic,
             "log.trajectories": self.log.trajectories,
         }
         for name, given in unused.items():

@@ -13,6 +13,7 @@ from ...engine.memory_agent import MemoryAgent
 from ...engine.templates import FIRST_MEMORY, Slot
 from ..supervised import Example
 from .facts import NOTHING, VARIANTS, Story, write_block
+from .span import span
 from .wording import Wording
 
 __all__ = ["FactsOracle", "FactsOracleConfig"]
@@ -45,14 +46,6 @@ class FactsOracleConfig:
     def examples(self, agent: MemoryAgent) -> FactsOracle:
         """The examples of this configuration, in the prompts of an agent."""
         return FactsOracle(agent, self)
-
-
-def span(owner: str, name: str, value: object) -> tuple[int, int]:
-    """Fewest and most, from a list. Raises ConfigError for anything but two whole numbers from 1, rising."""
-    values = _tuple(owner, name, value)
-    ok = len(values) == 2 and all(type(one) is int for one in values) and 1 <= values[0] <= values[1]
-    _require(ok, f"{owner}.{name} must be [fewest, most], whole numbers of at least 1, got {value!r}")
-    return values[0], values[1]
 
 
 class FactsOracle:

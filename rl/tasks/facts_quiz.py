@@ -15,7 +15,8 @@ from ...engine.memory_agent import MemoryAgent
 from ...engine.templates import TEMPLATES, Slot, Template, TokenTemplate
 from ..supervised import Example
 from .facts import NOTHING, write_block
-from .facts_oracle import FactsOracle, FactsOracleConfig, span
+from .facts_oracle import FactsOracle, FactsOracleConfig
+from .span import span
 from .wording import Statement, Wording
 
 __all__ = ["FactsQuiz", "FactsQuizConfig"]

@@ -10,15 +10,16 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...engine.config import _require, _require_choice, _require_int, _require_number, _tuple
+from ...engine.config import _require, _require_choice, _require_int, _require_number
 from ...engine.memory_agent import MemoryAgent
 from ...engine.templates import FIRST_MEMORY, Slot
 from ..supervised import Example
-from .slots import KEYS, NOTHING, UNIT, VALUES, VARIANTS, Fact, make_unit
+from .slots import KEYS, MOST_KEYS, NOTHING, UNIT, VALUES, VARIANTS, Fact, make_unit
+from .span import span
 
 __all__ = ["OracleConfig", "SlotsOracle"]
 
-MOST_KEYS = 6
+MOST_PLAIN_KEYS = 6  # in an example; the other variants write two facts of each, as in a document
 Memory = dict[str, str | None]
 
 
@@ -50,16 +51,13 @@ class OracleConfig:
     def __post_init__(self) -> None:
         owner = "OracleConfig"
         _require_int(owner, "seed", self.seed, 0)
+        _require_choice(owner, "variant", self.variant, tuple(VARIANTS))
         for name, low in (("chunk_tokens", UNIT), ("keys", 1)):
-            object.__setattr__(self, name, _tuple(owner, name, getattr(self, name)))
-            ends = getattr(self, name)
-            _require(len(ends) == 2 and ends[0] <= ends[1], f"{owner}.{name} must be [least, most], got {ends!r}")
-            _require_int(owner, name, ends[0], low)
+            object.__setattr__(self, name, span(owner, name, getattr(self, name), low))
         whole = not any(tokens % UNIT for tokens in self.chunk_tokens)
         _require(whole, f"{owner}.chunk_tokens must be multiples of {UNIT}, got {self.chunk_tokens}")
-        most = MOST_KEYS if self.variant == "plain" else MOST_KEYS // 2 + 1
+        most = MOST_PLAIN_KEYS if self.variant == "plain" else MOST_KEYS
         _require(self.keys[1] <= most, f"{owner}.keys must be at most {most} with {self.variant!r}, got {self.keys}")
-        _require_choice(owner, "variant", self.variant, tuple(VARIANTS))
         for name in ("noise", "bias", "wrong", "shuffled", "finals"):
             _require_number(owner, name, getattr(self, name), 0.0, 1.0)
 

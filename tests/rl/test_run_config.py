@@ -69,6 +69,9 @@ def test_what_supervised_training_does_not_do_is_refused(tmp_path: Path) -> None
         ("algorithm", "algorithm.group_size=4"),
         ("eval.sets", "eval.sets={a: {}}"),
         ("rollout.curriculum", "rollout.curriculum.stages=[{noise: 0}]"),
+        ("rollout.mini_batch", "rollout.mini_batch=2"),
+        ("model.reference", "model.reference=none"),
+        ("parallel.deterministic", "parallel.deterministic=false"),
         ("log.trajectories", "log.trajectories=true"),
     ):
         with pytest.raises(ConfigError, match=f"{name} is of no use"):

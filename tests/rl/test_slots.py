@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,25 @@ def test_a_shuffled_memory_has_another_order(agent: MemoryAgent) -> None:
 def test_mistakes_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SlotsConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"keys": [1, 2.5]}, r"keys must be \[least, most\], whole numbers of at least 1, got \[1, 2.5\]"),
+        ({"keys": [None, 2]}, "keys must be"),
+        ({"keys": [2, 1]}, "keys must be"),
+        ({"chunk_tokens": [16, 32.0]}, "chunk_tokens must be .* at least 16"),
+        ({"chunk_tokens": [0, 16]}, "chunk_tokens must be .* at least 16"),
+        ({"chunk_tokens": [16, 40]}, "chunk_tokens must be multiples of 16"),
+        ({"keys": [1, 7]}, "keys must be at most 6"),
+        ({"keys": [1, 5], "variant": "two_hop"}, "keys must be at most 4"),
+        ({"bias": 2}, "bias"),
+    ],
+)
+def test_mistakes_about_the_oracle_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OracleConfig(**wrong)
 
 
 def test_the_published_prompts_run(agent: MemoryAgent) -> None:
