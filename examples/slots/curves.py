@@ -19,7 +19,11 @@ AROUND = 5  # steps that a point of a learning curve is the mean of
 
 
 def main() -> None:
-    results = json.loads((HERE / "results.json").read_text())
+    file = HERE / "results.json"
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file} cannot be read ({error}); `make proof` writes it") from error
     figure, (by_step, by_time, reading) = plt.subplots(1, 3, figsize=(16, 4.5))
     for name, figures in results.items():
         draw_learning(by_step, by_time, name, figures["steps"])

@@ -2,20 +2,23 @@
 
 Seed 0 also has the readings that are not greedy, those of the warm-up model, and the time of a step.
 
-What is done already is not done again: a run that was stopped goes on. Figures are in results.json beside this file.
+What is done already is not done again: a run that was stopped goes on. Figures are in results.json beside this file;
+those of fewer or shorter documents than the proof needs, in the folder of the works.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palimpsest.bench.command import palimpsest
+from palimpsest.bench.reading_accuracy import HELD_OUT
 from palimpsest.rl.log import read_log
 from palimpsest.rl.tasks.slots import MOST_KEYS, VARIANTS
 from palimpsest.rl.tasks.slots_model import write_model
@@ -51,6 +54,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what a step of reinforcement learning 
 }
 LENGTHS = {"1K": 256, "4K": 256, "16K": 256, "64K": 256, "256K": 64, "1M": 32, "3.5M": 32}  # documents of each
 LONG, AT_ONCE = ("1M", "3.5M"), 8  # so many documents of these are read side by side
+TIMED = 4  # steps; the first is left out
 SHORT = {"1K": 256, "4K": 256, "16K": 128, "64K": 64}  # for all but the greedy readings of the trained plain models
 
 
@@ -63,24 +67,31 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="at most so many of each length")
     parser.add_argument("--longest", choices=tuple(LENGTHS), default="3.5M", help="leave longer documents out")
     args = parser.parse_args()
-    work = Work(args.folder, args.seed, args.variant, args.chunk_first)
+    if args.documents is not None and args.documents < 1:
+        parser.error(f"--documents must be at least 1, got {args.documents}")
+    if args.seed == HELD_OUT:
+        parser.error(f"--seed {HELD_OUT} is that of the documents which are measured on; take another")
+    whole = args.documents is None and args.longest == "3.5M"
+    results = (HERE if whole else args.folder) / "results.json"
+    read_results(results)  # what cannot be read is told before anything is trained
+    work = Work(args.folder.resolve(), args.seed, args.variant, args.chunk_first)
     warm = warm_up(work)
     trained = reinforce(work, warm)
-    lengths = LENGTHS if work.name == f"seed {work.seed}" else SHORT
     names = list(LENGTHS)[: list(LENGTHS).index(args.longest) + 1]
     most, short = (
         {name: min(counts[name], args.documents or counts[name]) for name in names if name in counts}
-        for counts in (lengths, SHORT)
+        for counts in (LENGTHS if work.plain else SHORT, SHORT)
     )
     rows = measure(work, trained, "rl", "greedy", most)
-    figures = {"seconds": seconds(work.folder), "accuracy": rows, "steps": list(steps(work.folder / "rl"))}
-    if work.name == "seed 0":
+    step = {}
+    if work.plain and work.seed == 0:
         rows += measure(work, trained, "rl", "top_p", short) + measure(work, trained, "rl", "sampled", short)
         rows += measure(work, warm, "warmup", "greedy", short) + measure(work, warm, "warmup", "sampled", short)
-        figures["step"] = {name: step_seconds(work, warm, name) for name in WITHOUT}
+        step = {"step": {name: step_seconds(work, warm, name) for name in WITHOUT}}
     else:
         rows += measure(work, warm, "warmup", "greedy", {"1K": most["1K"]})
-    enter(work.name, figures)
+    figures = {"seconds": seconds(work.folder), "accuracy": rows, "steps": steps(work.folder / "rl"), **step}
+    enter(work.name, figures, results)
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,11 @@ class Work:
     seed: int
     variant: str
     chunk_first: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the task as it stands, which all lengths are read of."""
+        return self.variant == "plain" and not self.chunk_first
 
     @property
     def name(self) -> str:
@@ -109,12 +125,6 @@ class Work:
         if self.chunk_first:
             changes["agent.template"] = [" question", "{problem}", " text", "{chunk}", " memory", "{memory}", " update"]
         return changes
-
-
-def palimpsest(*words: object) -> str:
-    """Run a command of the package; -> what it printed."""
-    command = [sys.executable, "-m", "palimpsest", *map(str, words)]
-    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def train(config: str, changes: dict[str, Any], *options: str) -> None:
@@ -146,13 +156,15 @@ def reinforce(work: Work, model: Path) -> Path:
 
 
 def step_seconds(work: Work, model: Path, name: str) -> dict[str, float]:
-    """Medians over three steps, the first of the run aside, from the warm-up model with something switched off."""
+    """Medians over the steps of a short run from the warm-up model with something switched off, the first one aside."""
     folder = work.folder / f"step-{name.replace(' ', '-')}"
-    if not folder.exists():
+    if not (folder / "checkpoints" / f"step-{TIMED:08}").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would go on with a step that is a first one
         changes = {**work.changes, **WITHOUT[name], "model.path": str(model), "log.folder": str(folder)}
-        train("rl.yaml", {**changes, "rollout.steps": 4, "checkpoint.every": 5})
+        train("rl.yaml", {**changes, "rollout.steps": TIMED, "checkpoint.every": TIMED})
     found = [step["seconds"] for step in steps(folder)][1:]
-    return {part: statistics.median(step[part] for step in found) for part in found[0]}
+    found = [{**parts, "rest": 2 * parts["step"] - sum(parts.values())} for parts in found]  # the step is one of them
+    return {part: statistics.median(parts[part] for parts in found) for part in found[0]}
 
 
 def measure(work: Work, model: Path, name: str, sampling: str, documents: dict[str, int]) -> list[dict[str, Any]]:
@@ -204,12 +216,23 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def enter(name: str, figures: dict[str, Any]) -> None:
-    """Put the figures of a work into results.json."""
-    file = HERE / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
-    results[name] = figures
-    file.write_text(json.dumps(results, indent=1) + "\n")
+def read_results(file: Path) -> dict[str, Any]:
+    """The figures of all works, by name; none where there is no file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise SystemExit(f"{file} is not JSON ({error}); restore it, or move it away for a new one") from error
+    if not isinstance(found, dict):
+        raise SystemExit(f"{file} does not hold figures by work; restore it, or move it away for a new one")
+    return found
+
+
+def enter(name: str, figures: dict[str, Any], file: Path = HERE / "results.json") -> None:
+    """Put the figures of a work into a file of results, which is whole at any time."""
+    text = json.dumps({**read_results(file), name: figures}, indent=1) + "\n"
+    new = file.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, file)
 
 
 if __name__ == "__main__":
