@@ -50,7 +50,7 @@ embedded: $(BUILT)
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy -p palimpsest.engine -p palimpsest.rl -p palimpsest.triton_kernels -p palimpsest.bench -p palimpsest.examples.agents -m palimpsest -m palimpsest.cli -m palimpsest.__main__
+	.venv/bin/mypy -p palimpsest.engine -p palimpsest.rl -p palimpsest.triton_kernels -p palimpsest.bench -p palimpsest.examples.agents -p palimpsest.examples.slots -p palimpsest.examples.embedded -m palimpsest -m palimpsest.cli -m palimpsest.__main__
 	.venv/bin/clang-format --dry-run --Werror $(filter-out %.cu,$(SOURCES))
 
 build: $(BUILT)

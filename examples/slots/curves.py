@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 
 HERE = Path(__file__).resolve().parent
 AROUND = 5  # steps that a point of a learning curve is the mean of
+STYLES = {"greedy": "-", "top_p": "--", "sampled": ":"}  # a work has one colour
 
 
 def main() -> None:
@@ -25,9 +26,9 @@ def main() -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(f"{file} cannot be read ({error}); `make proof` writes it") from error
     figure, (by_step, by_time, reading) = plt.subplots(1, 3, figsize=(16, 4.5))
-    for name, figures in results.items():
-        draw_learning(by_step, by_time, name, figures["steps"])
-        draw_reading(reading, name, figures["accuracy"])
+    for number, (name, figures) in enumerate(results.items()):
+        draw_learning(by_step, by_time, name, f"C{number}", figures["steps"])
+        draw_reading(reading, name, f"C{number}", figures["accuracy"])
     learnt = "right answers at temperature 1, all groups"
     by_step.set(xlabel="step", ylabel=learnt, ylim=(0, 1.02))
     by_time.set(xlabel="seconds of reinforcement learning", ylabel=learnt, ylim=(0, 1.02))
@@ -40,21 +41,27 @@ def main() -> None:
     print(table(results))
 
 
-def draw_learning(by_step: Axes, by_time: Axes, name: str, steps: list[dict[str, Any]]) -> None:
+def draw_learning(by_step: Axes, by_time: Axes, name: str, colour: str, steps: list[dict[str, Any]]) -> None:
     rewards = [step["reward"] for step in steps]
     smooth = [sum(rewards[max(i - AROUND + 1, 0) : i + 1]) / min(i + 1, AROUND) for i in range(len(rewards))]
-    by_step.plot([step["step"] for step in steps], smooth, label=name)
-    by_time.plot(list(accumulate(step["seconds"]["step"] for step in steps)), smooth, label=name)
+    by_step.plot([step["step"] for step in steps], smooth, colour, label=name)
+    by_time.plot(list(accumulate(step["seconds"]["step"] for step in steps)), smooth, colour, label=name)
 
 
-def draw_reading(reading: Axes, name: str, rows: list[dict[str, Any]]) -> None:
+def draw_reading(reading: Axes, name: str, colour: str, rows: list[dict[str, Any]]) -> None:
     curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["tokens"]):
         curves.setdefault((row["model"], row["sampling"]), []).append(row)
     for (model, sampling), points in curves.items():
         x, y = [row["tokens"] for row in points], [row["reward"] for row in points]
         errors = [row["standard_error"] or 0.0 for row in points]
-        reading.errorbar(x, y, errors, marker="o", markersize=3, capsize=2, label=f"{name}, {model}, {sampling}")
+        look: dict[str, Any] = {
+            "marker": "o" if model == "rl" else "x",
+            "markersize": 4,
+            "linestyle": STYLES[sampling],
+            "color": colour,
+        }
+        reading.errorbar(x, y, errors, capsize=2, label=f"{name}, {model}, {sampling}", **look)
 
 
 def table(results: dict[str, Any]) -> str:

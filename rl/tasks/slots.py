@@ -36,7 +36,7 @@ VARIANTS: Mapping[str, str] = MappingProxyType(
 class SlotsConfig:
     """seed: of all documents; held-out ones have another. tokens: length of a document, whole units.
 
-    keys: how many are asked for. variant: a name from VARIANTS.
+    keys: how many are asked for; a memory that holds them takes 2 * keys + 1 tokens. variant: a name from VARIANTS.
     """
 
     seed: int = 0
@@ -114,15 +114,14 @@ class _Document:
 
 def make_unit(needles: Iterable[Fact], others: Sequence[str], rng: random.Random) -> str:
     """16 words, each with a space before it: the needles in their order, and facts about other keys up to 4."""
-    given = iter(needles)
-    wanted = list(given)
+    wanted = list(needles)
     facts = max(FACTS, len(wanted))
-    places: list[Fact | None] = [("", "")] * facts + [None] * (UNIT - 2 * facts)
-    rng.shuffle(places)
-    chosen = iter(_spread(wanted, facts, others, rng))
+    tells = [True] * facts + [False] * (UNIT - 2 * facts)
+    rng.shuffle(tells)
+    chosen = _spread(wanted, facts, others, rng)
     words: list[str] = []
-    for place in places:
-        words += next(chosen) if place is not None else (rng.choice(FILLERS),)
+    for tell in tells:
+        words += next(chosen) if tell else (rng.choice(FILLERS),)
     return " " + " ".join(words)
 
 

@@ -29,13 +29,13 @@ class OracleConfig:
     a question asks for; more than the task asks for teach the look-up sooner. What always has the same length is learnt
     by position, and fails elsewhere.
 
-    variant: of the task. noise: probability that one slot of a response is wrong. bias: probability of the typical
-    mistake where it can be made: to drop what was known when the chunk brings something else, or, where the last write
-    wins, to keep what was known. wrong: probability that a memory without the fact that a chunk brings holds a random
-    value instead: over a long document something wrong gets in, and what is written must still replace it. shuffled:
-    probability that the memory has its keys in another order than the question. Readings have one order; but with
-    several, what is known is found by its key, as facts in the chunk are, and not by its place. finals: share of
-    examples that are final turns.
+    variant: of the task. noise: probability that one slot of a response is drawn at random, so that it is mostly wrong.
+    bias: probability of the typical mistake where it can be made: to drop what was known when the chunk brings
+    something else, or, where the last write wins, to keep what was known. wrong: probability that a memory without the
+    fact that a chunk brings holds a random value instead: over a long document something wrong gets in, and what is
+    written must still replace it. shuffled: probability that the memory has its keys in another order than the
+    question. Readings have one order; but with several, what is known is found by its key, as facts in the chunk are,
+    and not by its place. finals: share of examples that are final turns.
     """
 
     seed: int = 0

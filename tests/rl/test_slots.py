@@ -151,6 +151,21 @@ def test_bias_drops_what_was_known(agent: MemoryAgent) -> None:
     assert all(right.count("none") + 1 == wrong.count("none") for right, wrong in changed)
 
 
+def test_bias_keeps_what_was_known_where_the_last_write_counts(agent: MemoryAgent) -> None:
+    settings = OracleConfig(variant="last_write_wins", chunk_tokens=(32, 32), noise=0.0, finals=0.0)
+    right, wrong = (SlotsOracle(agent, dataclasses.replace(settings, bias=bias)) for bias in (0.0, 1.0))
+    kept = 0
+    for index in range(100):
+        prompt = agent.tokenizer.decode(right.example(index).prompt_ids)
+        known = dict(facts(prompt.partition(" memory")[2].partition(" text")[0].split()))
+        told, mistaken = (
+            dict(facts(agent.tokenizer.decode(oracle.example(index).response_ids).split())) for oracle in (right, wrong)
+        )
+        assert mistaken == {key: known[key] if known.get(key, "none") != "none" else told[key] for key in told}
+        kept += told != mistaken
+    assert kept > 20
+
+
 def test_a_shuffled_memory_has_another_order(agent: MemoryAgent) -> None:
     def orders(shuffled: float) -> list[bool]:
         """Of each memory that knows something: whether its keys stand as in the question. The response's always do."""
