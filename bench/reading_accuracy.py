@@ -176,7 +176,9 @@ class _Results:
         header = {**subject, **lines[0]} if lines else subject  # files of earlier versions say less
         begun = lines or json.dumps(subject).encode().startswith(content)
         if header != subject or not begun:
-            raise ConfigError(f"{path} holds results of another model, task or configuration; name another --output")
+            raise ConfigError(
+                f"{path} holds results of another model, task or configuration; move it away, or name another --output"
+            )
         for row in lines[1:]:
             self._enter(row)
         if len(whole) < len(content):
@@ -219,7 +221,9 @@ class _Results:
             except ValueError:
                 row = None
             if not isinstance(row, dict) or not (number == 1 or row.keys() >= {"length", "sampling", "index"}):
-                raise ConfigError(f"{self.path}, line {number}, is no result; mend it, or name another --output")
+                raise ConfigError(
+                    f"{self.path}, line {number}, is no result; move the file away, or name another --output"
+                )
             rows.append(row)
         return rows
 

@@ -19,6 +19,7 @@ from palimpsest.engine import lora, reading_file
 from palimpsest.engine.config import AgentConfig, SamplingParams
 from palimpsest.engine.defaults import embedded_model_path
 from palimpsest.engine.engine import Engine
+from palimpsest.engine.errors import PalimpsestError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--longest", choices=tuple(LENGTHS), default="256K", help="leave longer documents out")
     parser.add_argument("--stop-after", choices=("warmup", "rl"), default="rl", help="what is trained (%(default)s)")
     args = parser.parse_args()
+    if args.documents is not None and args.documents < 1:
+        parser.error(f"--documents must be at least 1, got {args.documents}")
     adapters: dict[str, Path | None] = {"base": None, "warmup": warm_up()}
     if args.stop_after == "rl":
         adapters["rl"] = reinforce()
@@ -100,4 +103,7 @@ def prose(adapter: Path | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PalimpsestError as error:
+        sys.exit(f"palimpsest: {error}")

@@ -13,12 +13,14 @@ import json
 import os
 import shutil
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palimpsest.bench.command import palimpsest
 from palimpsest.bench.reading_accuracy import HELD_OUT
+from palimpsest.engine.errors import PalimpsestError
 from palimpsest.rl.log import read_log
 from palimpsest.rl.tasks.slots import MOST_KEYS, VARIANTS
 from palimpsest.rl.tasks.slots_model import write_model
@@ -236,4 +238,7 @@ def enter(name: str, figures: dict[str, Any], file: Path = HERE / "results.json"
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PalimpsestError as error:
+        sys.exit(f"palimpsest: {error}")
