@@ -1,7 +1,8 @@
 """Slots: documents of facts about keys, two of which are asked for; every other fact is a distractor.
 
 A document is a stream of units of 16 words: 4 facts (a key and its value) among 8 fillers. Words are made of letters,
-so that the word-level tokenizer of slots_model.py gives one id for each, and a unit is 16 tokens.
+so that the word-level tokenizer of slots_model.py gives one id for each, and a unit is 16 tokens. Chunks of whole units
+cut no fact in two.
 """
 
 from __future__ import annotations
