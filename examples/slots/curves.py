@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 
 HERE = Path(__file__).resolve().parent
 AROUND = 5  # steps that a point of a learning curve is the mean of
+KILO, MEGA = 1 << 10, 1 << 20
 STYLES = {"greedy": "-", "top_p": "--", "sampled": ":"}  # a work has one colour
 
 
@@ -65,25 +66,30 @@ def draw_reading(reading: Axes, name: str, colour: str, rows: list[dict[str, Any
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: right answers of all documents of all seeds, their standard error, and the means of the seeds."""
+    """Markdown: right answers of all seeds together, their standard error, (documents; the seeds one by one)."""
     pooled: dict[tuple[str, str, str], dict[int, list[dict[str, Any]]]] = {}
     for name, figures in results.items():
         task = " ".join(name.split()[2:]) or "plain"
         for row in figures["accuracy"]:
             lengths = pooled.setdefault((task, row["model"], row["sampling"]), {})
             lengths.setdefault(row["tokens"], []).append(row)
-    lines = [
-        "| task, model, sampling | tokens | documents | right | standard error | by seed |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = sorted({tokens for lengths in pooled.values() for tokens in lengths})
+    heads = [f"{tokens / MEGA:g}M" if tokens >= MEGA else f"{tokens / KILO:g}K" for tokens in columns]
+    lines = [["task, model, sampling", *heads], ["---"] * (len(heads) + 1)]
     for key, lengths in pooled.items():
-        for tokens, rows in sorted(lengths.items()):
-            documents = sum(row["documents"] for row in rows)
-            right = sum(row["reward"] * row["documents"] for row in rows) / documents
-            error = math.sqrt(right * (1 - right) / max(documents - 1, 1))  # an answer is right or wrong
-            seeds = ", ".join(f"{row['reward']:.3f}" for row in rows)
-            lines.append(f"| {', '.join(key)} | {tokens:,} | {documents} | {right:.3f} | {error:.3f} | {seeds} |")
-    return "\n".join(lines)
+        lines.append([", ".join(key), *(cell(lengths.get(tokens, [])) for tokens in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(rows: list[dict[str, Any]]) -> str:
+    """Rows of one length, a seed each."""
+    documents = sum(row["documents"] for row in rows)
+    if not documents:
+        return ""
+    right = sum(row["reward"] * row["documents"] for row in rows) / documents
+    error = math.sqrt(right * (1 - right) / max(documents - 1, 1))  # an answer is right or wrong
+    seeds = "; " + ", ".join(f"{row['reward']:.3f}" for row in rows) if len(rows) > 1 and error else ""
+    return f"{right:.3f}{f' ± {error:.3f}' if error else ''} ({documents}{seeds})"
 
 
 if __name__ == "__main__":

@@ -108,11 +108,14 @@ def test_wrong_options_are_told(
 
 
 def test_a_table_of_all_seeds_together() -> None:
-    def work(reward: float, documents: int) -> dict[str, Any]:
-        row = {"model": "rl", "sampling": "greedy", "tokens": 1024, "reward": reward, "documents": documents}
+    def work(reward: float, documents: int, tokens: int = 1024) -> dict[str, Any]:
+        row = {"model": "rl", "sampling": "greedy", "tokens": tokens, "reward": reward, "documents": documents}
         return {"accuracy": [row]}
 
-    works = {"seed 0": work(1.0, 10), "seed 1": work(0.5, 30), "seed 0 two_hop": work(0.0, 2)}
-    _, _, pooled, two_hop = curves.table(works).splitlines()
-    assert pooled == "| plain, rl, greedy | 1,024 | 40 | 0.625 | 0.078 | 1.000, 0.500 |"
-    assert two_hop == "| two_hop, rl, greedy | 1,024 | 2 | 0.000 | 0.000 | 0.000 |"
+    works = {"seed 0": work(1.0, 10), "seed 1": work(0.5, 30), "seed 0 two_hop": work(1.0, 2, 3_670_016)}
+    assert curves.table(works).splitlines() == [
+        "| task, model, sampling | 1K | 3.5M |",
+        "| --- | --- | --- |",
+        "| plain, rl, greedy | 0.625 ± 0.078 (40; 1.000, 0.500) |  |",
+        "| two_hop, rl, greedy |  | 1.000 (2) |",
+    ]
