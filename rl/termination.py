@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -12,6 +13,7 @@ from typing import Any
 __all__ = ["Terminated", "Termination"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ECHO = 1.0  # seconds: make, timeout and torchrun pass on what the whole process group has got already
 
 
 class Terminated(KeyboardInterrupt):
@@ -26,13 +28,14 @@ class Terminated(KeyboardInterrupt):
 
 
 class Termination:
-    """Waits for the signals while it is entered. A second one acts as if this were not there.
+    """Waits for the signals while it is entered. A second one acts as if this were not there, unless it is an echo.
 
     requested: the number of the signal that came.
     """
 
     def __init__(self) -> None:
         self.requested: int | None = None
+        self._came = 0.0
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -62,11 +65,14 @@ class Termination:
             self._breakable = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.requested = number
-        self._restore()
-        if self._breakable:
-            self._breakable = False
-            raise Terminated(number)
+        if self.requested is None:
+            self.requested, self._came = number, time.monotonic()
+            if self._breakable:
+                self._breakable = False
+                raise Terminated(number)
+        elif time.monotonic() - self._came >= ECHO:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
